@@ -1,0 +1,248 @@
+"""Tokenises FineWeb itself, on all cores: `python data/fineweb.py`. (`cached_fineweb10B.py` fetches the shards ready-made.)
+
+The parquet files of a subset of the dataset `HuggingFaceFW/fineweb` are fetched one after the other from the Hugging Face hub
+(HF_ENDPOINT names a mirror), in order of their names, and their texts become one stream of tokens, each document led by the
+end-of-text token. The stream is cut into shards of --shard_tokens: fineweb_val_000000.bin is the first, the rest are for
+training. A parquet file (2 GB) is deleted once its tokens are in shards.
+
+Stopped or killed, the same command goes on where it was, and the shards come out the same to the byte: progress.json says, for
+each shard written, where in the parquet files it ended, and which state of the dataset is being read.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+from huggingface_hub import HfApi
+from pyarrow.parquet import ParquetFile
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.cached_fineweb10B import fetch, with_retries
+from data.local_text import document_tokens, load_encoding
+from data.shards import (
+    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
+    shard_name, verify_shard, write_json,
+)
+
+REPO = "HuggingFaceFW/fineweb"
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
+@dataclass
+class Progress:
+    """What progress.json holds: what is being made, and how far it is."""
+
+    recipe: dict[str, str | int]  # the options that decide what the shards hold
+    commit: str  # of the dataset, so that a later run reads the same files
+    files: list[str]  # the parquet files, in order
+    shards: list[list[int]] = field(default_factory=list)  # of each: its tokens, then its end: file, row group, tokens of that
+    finished: bool = False
+
+    def save(self, output: Path) -> None:
+        write_json(output / "progress.json", asdict(self))
+
+
+def name_of(index: int) -> str:
+    return shard_name("fineweb", "train" if index else "val", index)
+
+
+def load_progress(output: Path, recipe: dict[str, str | int]) -> Progress:
+    """The progress of an earlier run in `output`, up to its first shard that is not whole any more, or that of a new run.
+
+    Raises DataError if what is in `output` was made in another way than by `recipe`.
+    """
+    path = output / "progress.json"
+    if not path.exists():
+        if any(output.glob("fineweb_*.bin")):
+            raise DataError(f"{output} holds shards of unknown origin (no progress.json): choose another --output, or empty it")
+        progress = Progress(recipe, *list_parquet(str(recipe["subset"])))
+        progress.save(output)
+        return progress
+    try:
+        progress = Progress(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} cannot be read ({error}): delete {output} and begin again") from error
+    if progress.recipe != recipe:
+        raise DataError(f"{output} was made with {progress.recipe}, not {recipe}: choose another --output, or delete it")
+    for index, (tokens, *_) in enumerate(progress.shards):
+        if not is_whole(output / name_of(index), tokens):
+            progress.shards, progress.finished = progress.shards[:index], False
+            break
+    return progress
+
+
+def is_whole(path: Path, tokens: int) -> bool:
+    try:
+        return verify_shard(path) == tokens
+    except ShardError:
+        return False
+
+
+def list_parquet(subset: str) -> tuple[str, list[str]]:
+    """The dataset's current commit, and the parquet files below its folder `subset`, in order. Raises DataError."""
+
+    def ask() -> tuple[str, list[str]]:
+        commit = HfApi().dataset_info(REPO, timeout=30).sha
+        tree = HfApi().list_repo_tree(REPO, subset, recursive=True, repo_type="dataset", revision=commit)
+        return commit, sorted(entry.path for entry in tree if entry.path.endswith(".parquet"))
+
+    commit, files = with_retries(ask, f"the list of the files of {REPO}/{subset}")
+    if not files:
+        raise DataError(f"{REPO} has no parquet files in {subset}; it has some in sample/10BT and data/CC-MAIN-2024-10, say")
+    return commit, files
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def worker_pool(workers: int) -> Executor:
+    """Processes that share no state with this one, ignore Ctrl-C, and end with it, however it ends."""
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=follow_parent)
+
+
+def follow_parent() -> None:
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def tokenise(path: Path, row_group: int, encoding_name: str) -> np.ndarray:
+    """The documents of one row group (column `text`), each led by end-of-text, put together: (N,) uint16."""
+    encoding = load_encoding(encoding_name)
+    documents = [np.empty(0, dtype=np.uint16)]
+    with ParquetFile(path) as file:
+        for batch in file.iter_batches(1024, row_groups=[row_group], columns=["text"], use_threads=False):
+            documents += [document_tokens(encoding, text) for text in batch.column(0).to_pylist() if text is not None]
+    return np.concatenate(documents)
+
+
+def count_row_groups(path: Path) -> int:
+    """Raises DataError, and deletes the file, if it is not parquet with a column `text`."""
+    try:
+        with ParquetFile(path) as file:
+            if "text" in file.schema_arrow.names:
+                return file.num_row_groups
+            problem = f"has no column text, only {', '.join(file.schema_arrow.names)}"
+    except pyarrow.ArrowInvalid as error:
+        problem = f"is not a parquet file ({error})"
+    path.unlink()
+    raise DataError(f"{path} {problem}; it was deleted: run the same command to fetch it again")
+
+
+def token_stream(progress: Progress, output: Path, pool: Executor, ahead: int) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """From the end of the last shard on: (file, row group, tokens of it already used, the other tokens of it), in order.
+
+    At most `ahead` row groups are under way or waiting, whatever the pool could do: memory stays bounded. The next file is
+    fetched while the last row groups of the one before are tokenised.
+    """
+    first_file, first_group, used = progress.shards[-1][1:] if progress.shards else (0, 0, 0)
+
+    def row_groups() -> Iterator[tuple[int, Path, int]]:
+        for file in range(first_file, len(progress.files)):
+            path = fetch(REPO, progress.files[file], output / "parquet", progress.commit)
+            for group in range(first_group if file == first_file else 0, count_row_groups(path)):
+                yield file, path, group
+
+    waiting = deque()
+    source = row_groups()
+    while True:
+        while len(waiting) < ahead and (task := next(source, None)):
+            file, path, group = task
+            waiting.append((file, group, pool.submit(tokenise, path, group, str(progress.recipe["encoding"]))))
+        if not waiting:
+            return
+        file, group, tokens = waiting.popleft()
+        yield file, group, used, tokens.result()[used:]
+        used = 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def make_shards(progress: Progress, output: Path, workers: int) -> None:
+    """Writes the shards that are missing. Raises DataError, OSError; what is written until then stays, with its progress."""
+    done, limit = sum(shard[0] for shard in progress.shards), int(progress.recipe["num_tokens"]) or sys.maxsize
+    writer = ShardWriter(output, name_of, int(progress.recipe["shard_tokens"]), first=len(progress.shards))
+
+    def record(*end: int) -> None:
+        progress.shards.append([writer.written[name_of(writer.next_index - 1)], *end])
+        progress.save(output)
+        for name in progress.files[: end[0]]:
+            (output / "parquet" / name).unlink(missing_ok=True)
+
+    total = None if limit == sys.maxsize else limit
+    with worker_pool(workers) as pool, tqdm(total=total, initial=done, unit=" tokens", unit_scale=True, disable=None) as bar:
+        for file, group, used, tokens in token_stream(progress, output, pool, ahead=2 * workers):
+            bar.set_description(Path(progress.files[file]).name, refresh=False)
+            tokens = tokens[: limit - done]
+            done += len(tokens)
+            while len(tokens):
+                part, tokens = tokens[: writer.room], tokens[writer.room :]
+                writer.add(part)
+                used += len(part)
+                if not writer.pending:
+                    record(file, group, used)
+            bar.update(done - bar.n)
+            if done == limit:
+                break
+    if writer.pending:
+        writer.close()
+        record(file, group, used)
+    progress.finished = True
+    progress.save(output)
+    shutil.rmtree(output / "parquet", ignore_errors=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    default = Path(__file__).resolve().parent / "fineweb"
+    parser.add_argument("--output", type=Path, default=default, help="folder for the shards")
+    parser.add_argument("--subset", default="sample/10BT", help="folder of the dataset, such as sample/100BT")
+    size = number_between(1, MAX_SHARD_TOKENS)
+    parser.add_argument("--shard_tokens", type=size, default=100_000_000, help="tokens a shard; the last has what is left")
+    parser.add_argument("--num_tokens", type=number_between(0, 10**15), default=0, help="stop after so many; 0 takes all")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--workers", type=number_between(1, 4096), default=cores, help="tokenising processes")
+    parser.add_argument("--encoding", default="gpt2", help="a tiktoken encoding, or bytes: a token a byte, end-of-text 256")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    recipe = {name: getattr(args, name) for name in ("subset", "encoding", "shard_tokens", "num_tokens")}
+    with one_line_errors(), locked(args.output):
+        load_encoding(args.encoding)  # an error here is one error, and the workers find the vocabulary on disk
+        progress = load_progress(args.output, recipe)
+        if not progress.finished:
+            try:
+                make_shards(progress, args.output, args.workers)
+            except BrokenProcessPool as error:
+                raise DataError("a tokenising process died, perhaps for want of memory: try fewer --workers") from error
+            except pyarrow.ArrowException as error:
+                raise DataError(f"a parquet file in {args.output / 'parquet'} is damaged ({error}): delete it there") from error
+        print(f"{args.output}: {len(progress.shards)} shards, {sum(shard[0] for shard in progress.shards):,} tokens, all whole")
+
+
+if __name__ == "__main__":
+    main()

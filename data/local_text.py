@@ -1,0 +1,270 @@
+"""Makes token shards from text on this machine: `python data/local_text.py`. Needs no network, no GPU and no vocabulary.
+
+The text is, unless told otherwise, the sources of Python's own standard library, its tests included (they are half of it,
+and as good a text as the rest), without installed packages. Files that are not UTF-8 text, such as some of those tests', are
+left out and counted. Of another --input all text files are taken, except in hidden folders.
+
+A document is a piece of a file, cut at blank lines and at most 2,040 bytes long, so that with its end-of-text token it is
+never cut by a loader whose documents end at 2,048 tokens. Its hash says where it goes: one in twenty into validation, and
+in the order of the hashes, so that every prefix of a shard is a fair sample. Same text, same shards, on every machine.
+
+Default encoding: a token a byte, and end-of-text = 256. The text is held in memory.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.shards import (
+    MAX_SHARD_TOKENS, MAX_TOKEN, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
+    shard_name, verify_shard, write_json,
+)
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+DOCUMENT_BYTES = 2040  # with end-of-text still below the 2,048 tokens at which training cuts documents
+VALIDATION_SHARE = 1 / 20
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Encodings
+
+
+def byte_encoding() -> tiktoken.Encoding:
+    """The encoding "bytes": token b is the byte b, token 256 is end-of-text."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    special = {"<|endoftext|>": 256}
+    return tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens=special, explicit_n_vocab=257)
+
+
+@lru_cache
+def load_encoding(name: str) -> tiktoken.Encoding:
+    """`byte_encoding()` for "bytes", else tiktoken's of that name. Raises DataError if it can't be had or has ids > 65535."""
+    if name == "bytes":
+        return byte_encoding()
+    known = tiktoken.list_encoding_names()
+    if name not in known:
+        raise DataError(f"no encoding is called {name!r}; there are: bytes, {', '.join(known)}")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:
+        advice = "tiktoken fetches it once and keeps it in TIKTOKEN_CACHE_DIR; --encoding bytes needs no network"
+        raise DataError(f"the encoding {name!r} could not be loaded ({error}): {advice}") from error
+    if encoding.max_token_value > MAX_TOKEN:
+        raise DataError(f"encoding {name!r} has ids up to {encoding.max_token_value}; a shard takes them up to {MAX_TOKEN}")
+    return encoding
+
+
+def document_tokens(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+    """End-of-text and the tokens of `text`: (N,) uint16. Special tokens spelled out in the text are ordinary text."""
+    if encoding.name == "bytes":
+        ids = np.frombuffer(text.encode(), dtype=np.uint8)  # what the encoding gives, a hundred times as fast
+    else:
+        ids = np.array(encoding.encode_ordinary(text), dtype=np.uint16)
+    return np.concatenate(([encoding.eot_token], ids), dtype=np.uint16, casting="unsafe")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def find_files(source: Path, suffixes: list[str], output: Path) -> dict[str, Path]:
+    """The files to read, by their name relative to `source`, in order of that name. Raises DataError if there are none.
+
+    suffixes: take only files that end in one of them; empty takes all
+    output: a folder to pass by, in case the shards are made inside of `source`
+    """
+    if source.is_file():
+        return {source.name: source}
+    if not source.is_dir():
+        raise DataError(f"{source}: no such file or folder; --input names the text to read")
+    files = {}
+    for folder, folders, names in os.walk(source):
+        here = Path(folder)
+        folders[:] = [name for name in folders if wanted_folder(here / name, output)]
+        for name in names:
+            path = here / name
+            if name.endswith(tuple(suffixes) or "") and path.is_file():  # a pipe or a dead link is none
+                files[path.relative_to(source).as_posix()] = path
+    if not files:
+        raise DataError(f"{source}: no files" + (f" that end in {' or '.join(suffixes)}" if suffixes else ""))
+    return dict(sorted(files.items()))
+
+
+def wanted_folder(folder: Path, output: Path) -> bool:
+    return not folder.name.startswith(".") and folder.name not in SKIPPED_FOLDERS and folder.resolve() != output.resolve()
+
+
+def read_text(path: Path) -> bytes | None:
+    """The bytes of a UTF-8 text file; None if it cannot be read, is not UTF-8, or has a NUL byte and so is no text."""
+    try:
+        text = path.read_bytes()
+        text.decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if b"\0" in text else text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Documents
+
+END_OF_PARAGRAPH = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
+
+
+def cut(text: bytes, limit: int = DOCUMENT_BYTES) -> list[bytes]:
+    """Cuts UTF-8 text into pieces of at most `limit` (>= 4) bytes, as few as keep the paragraphs whole that fit into one.
+
+    The pieces put together are the text. Each is valid UTF-8.
+    """
+    pieces, parts, size = [], [], 0
+    for unit in units(text, limit):
+        if parts and size + len(unit) > limit:
+            pieces.append(b"".join(parts))
+            parts, size = [], 0
+        parts.append(unit)
+        size += len(unit)
+    return pieces + [b"".join(parts)] if parts else pieces
+
+
+def units(text: bytes, limit: int) -> Iterator[bytes]:
+    """What `cut` may cut between: paragraphs; the lines of one that is too long; the parts of a line that is too long."""
+    ends = [match.end() for match in END_OF_PARAGRAPH.finditer(text)]
+    for start, end in zip([0, *ends], [*ends, len(text)]):
+        if end - start <= limit:
+            if start < end:
+                yield text[start:end]
+            continue
+        for line in text[start:end].splitlines(keepends=True):
+            start = 0
+            while len(line) - start > limit:
+                end = start + limit
+                while line[end] & 0xC0 == 0x80:  # in the middle of a character
+                    end -= 1
+                yield line[start:end]
+                start = end
+            yield line[start:]
+
+
+def split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """(training, validation), each in the order of the documents' hashes; the lowest hashes are for validation.
+
+    So equal documents end on the same side, and a document's side does not depend on the others, unless one side would be
+    empty: then it gets one document. Raises DataError if there are fewer than two.
+    """
+    if len(documents) < 2:
+        raise DataError(f"{len(documents)} document(s) of at most {DOCUMENT_BYTES} bytes; two splits take two: give more text")
+    hashed = sorted((int.from_bytes(blake2b(document, digest_size=8).digest(), "big"), document) for document in documents)
+    validation = sum(number < VALIDATION_SHARE * 2**64 for number, _ in hashed)
+    validation = min(max(validation, 1), len(documents) - 1)
+    ordered = [document for _, document in hashed]
+    return ordered[validation:], ordered[:validation]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object]:
+    """All that decides what the shards hold: the options, this program, and the names, sizes and times of the files."""
+    fingerprint = blake2b(Path(__file__).read_bytes(), digest_size=16)
+    for name, path in files.items():
+        status = path.stat()
+        fingerprint.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    options = {"input": str(args.input), "suffixes": args.suffixes}
+    return options | {"shard_tokens": args.shard_tokens, "encoding": args.encoding, "fingerprint": fingerprint.hexdigest()}
+
+
+def present(output: Path, wanted: dict[str, object]) -> dict | None:
+    """The manifest in `output` if it is of this recipe and all its shards, and no others, are there and whole."""
+    try:
+        manifest = json.loads((output / "manifest.json").read_bytes())
+        counts = {path.name: verify_shard(path) for path in output.glob("local_*.bin")}
+        return manifest if manifest["recipe"] == wanted and manifest["shards"] == counts else None
+    except (FileNotFoundError, ShardError, ValueError, KeyError, TypeError):
+        return None
+
+
+def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[str, object]) -> dict:
+    """Reads `files`, writes the shards and then the manifest into `args.output`; returns the manifest. Raises DataError.
+
+    Old shards go first, and their manifest before them: a killed run is never taken for a finished one.
+    """
+    encoding = load_encoding(args.encoding)
+    texts = [read_text(path) for path in tqdm(files.values(), desc="reading", unit=" files", disable=None)]
+    readable = sum(text is not None for text in texts)
+    documents = [piece for text in texts if text is not None for piece in cut(text)]
+    if not documents:
+        raise DataError(f"{args.input}: no text in {len(files)} file(s), of which {len(files) - readable} are not UTF-8 text")
+    splits = dict(zip(("train", "val"), split(documents)))
+
+    for old in [args.output / "manifest.json", *args.output.glob("local_*.bin")]:
+        old.unlink(missing_ok=True)
+    shards: dict[str, int] = {}
+    with tqdm(total=len(documents), desc="encoding", unit=" documents", disable=None) as bar:
+        for name, members in splits.items():
+            writer = ShardWriter(args.output, lambda index: shard_name("local", name, index), args.shard_tokens)
+            for document in members:
+                writer.add(document_tokens(encoding, document.decode()))
+                bar.update()
+            writer.close()
+            shards |= writer.written
+    manifest = {"encoding": encoding.name, "vocab_size": encoding.n_vocab, "bos_id": encoding.eot_token}
+    manifest |= {"files": readable, "skipped_files": len(files) - readable, "documents": len(documents)}
+    manifest |= {"bytes": sum(map(len, documents)), "shards": shards, "recipe": wanted}
+    write_json(args.output / "manifest.json", manifest)
+    return manifest
+
+
+def report(manifest: dict, output: Path) -> None:
+    files = f"{manifest['files']:,} files ({manifest['skipped_files']} skipped: not readable as UTF-8 text)"
+    print(f"{manifest['documents']:,} documents, {manifest['bytes']:,} bytes, of {files}")
+    vocabulary = f"encoding {manifest['encoding']}: vocabulary {manifest['vocab_size']:,}, end-of-text {manifest['bos_id']}"
+    print(f"{sum(manifest['shards'].values()):,} tokens in {len(manifest['shards'])} shards, {vocabulary}")
+    for name, tokens in manifest["shards"].items():
+        print(f"  {output / name}  {tokens:,} tokens")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--input", type=Path, default=STDLIB, help="a text file, or a folder of them")
+    default = Path(__file__).resolve().parent / "local"
+    parser.add_argument("--output", type=Path, default=default, help="folder for the shards and their manifest.json")
+    parser.add_argument("--encoding", default="bytes", help="bytes, or the name of a tiktoken encoding, such as gpt2")
+    suffixes = "take only files of a folder that end so, such as .py,.md; default: .py of the standard library, all of others"
+    parser.add_argument("--suffixes", help=suffixes, default=argparse.SUPPRESS)
+    size = number_between(1, MAX_SHARD_TOKENS)
+    parser.add_argument("--shard_tokens", type=size, default=100_000_000, help="tokens a shard; the last has what is left")
+    args = parser.parse_args()
+    args.input = args.input.resolve()
+    chosen = getattr(args, "suffixes", ".py" if args.input == STDLIB.resolve() else "")
+    args.suffixes = [suffix.strip() for suffix in chosen.split(",") if suffix.strip()]
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    with one_line_errors():
+        files = find_files(args.input, args.suffixes, args.output)
+        with locked(args.output):
+            wanted = recipe(args, files)
+            manifest = present(args.output, wanted)
+            if manifest:
+                tokens = sum(manifest["shards"].values())
+                print(f"{args.output} is up to date: {tokens:,} tokens in {len(manifest['shards'])} shards")
+            else:
+                report(make_shards(args, files, wanted), args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Token shards: the one place that writes, reads and verifies them.
+
+A shard is 1,024 bytes of header and then the tokens, all little-endian:
+
+    header   256 int32   [0] magic 20240520   [1] version 1   [2] number of tokens   [3:] zero
+    tokens   uint16      one number a token, document after document
+
+A document begins with the end-of-text token of its encoding. A shard may end in the middle of a document; the next one then
+goes on with it. Files are called `{prefix}_{split}_{index:06d}.bin`. A file under such a name is always whole: everything
+here is written under another name first.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 256 * 4
+MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
+MAX_TOKEN = 2**16 - 1
+
+
+class DataError(ValueError):
+    """Something the user can mend; the message says what and how. The tools print it as one line and exit with 1."""
+
+
+class ShardError(DataError):
+    """A file that is not a whole shard, or tokens that cannot be put into one."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One shard
+
+
+def shard_name(prefix: str, split: str, index: int) -> str:
+    return f"{prefix}_{split}_{index:06d}.bin"
+
+
+def as_uint16(tokens: Iterable[int]) -> np.ndarray:
+    """Token ids as a one-dimensional uint16 array. Raises ShardError for ids outside 0..65535 and for anything but ids."""
+    array = np.asarray(tokens if hasattr(tokens, "__len__") else list(tokens))
+    if array.ndim != 1:
+        raise ShardError(f"tokens must be one flat sequence, not an array of shape {array.shape}")
+    if array.size == 0 or array.dtype == np.uint16:
+        return array.astype("<u2", copy=False)
+    if array.dtype.kind not in "iu":
+        raise ShardError(f"tokens must be whole numbers, not {array.dtype}")
+    for extreme in (array.min(), array.max()):
+        if not 0 <= extreme <= MAX_TOKEN:
+            raise ShardError(f"token id {extreme} does not fit into 16 bits: take an encoding with ids in 0..{MAX_TOKEN}")
+    return array.astype("<u2")
+
+
+def write_shard(path: Path | str, tokens: Iterable[int]) -> int:
+    """Writes `tokens` (N ids, 1 <= N < 2**31) to `path`, all or nothing, and returns N. Raises ShardError, OSError."""
+    tokens = as_uint16(tokens)
+    if not 1 <= len(tokens) <= MAX_SHARD_TOKENS:
+        raise ShardError(f"{path}: a shard holds 1 to {MAX_SHARD_TOKENS} tokens, not {len(tokens)}")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    with whole_file(path) as file:
+        file.write(header.tobytes())
+        file.write(np.ascontiguousarray(tokens).data)
+    return len(tokens)
+
+
+def verify_shard(path: Path | str) -> int:
+    """The number of tokens in the shard at `path`, checked against its size. Reads the header only.
+
+    Raises ShardError, naming the file and the numbers, if there is no such file, if it does not begin with the header of a
+    shard, or if it is longer or shorter than its header says.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ShardError(f"{path}: no such file; make or fetch it")
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header = np.frombuffer(file.read(HEADER_BYTES)[: HEADER_BYTES // 4 * 4].ljust(HEADER_BYTES, b"\0"), dtype="<i4")
+    magic, version, count = (int(number) for number in header[:3])
+    expected = HEADER_BYTES + 2 * count
+    if size == 0:
+        problem = "is empty (0 bytes)"
+    elif size < HEADER_BYTES:
+        problem = f"has {size} bytes, fewer than the {HEADER_BYTES} of a header"
+    elif magic != MAGIC:
+        problem = f"is no token shard: magic number {magic}, not {MAGIC}"
+    elif version != VERSION:
+        problem = f"has version {version}; only version {VERSION} is known"
+    elif count < 1:
+        problem = f"says it holds {count} tokens"
+    elif size != expected:
+        wrong = f"{expected - size} too few" if size < expected else f"{size - expected} too many"
+        problem = f"says it holds {count} tokens, which makes {expected} bytes, but has {size} ({wrong})"
+    else:
+        return count
+    raise ShardError(f"{path}: {problem}; make or fetch it again")
+
+
+def read_shard(path: Path | str) -> np.memmap:
+    """The tokens of the shard at `path`: read-only, (N,) uint16, mapped from the file. Raises ShardError if it is not whole."""
+    count = verify_shard(path)
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A row of shards
+
+
+class ShardWriter:
+    """Cuts a stream of documents into shards of exactly `shard_tokens` tokens; only the last may be shorter.
+
+    name: the file name of shard number `index`, for instance `lambda index: shard_name("local", "train", index)`
+    first: the number of the first shard, so that an interrupted row can go on
+
+    The open shard is held in memory (2 bytes a token) and written when it is full, or by `close()`. `written` has the name
+    and the tokens of every shard so far.
+    """
+
+    def __init__(self, folder: Path, name: Callable[[int], str], shard_tokens: int, first: int = 0) -> None:
+        if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
+            raise ShardError(f"shards of {shard_tokens} tokens: a shard holds 1 to {MAX_SHARD_TOKENS}")
+        self.folder, self.name, self.next_index = Path(folder), name, first
+        self.written: dict[str, int] = {}
+        self.pending = 0  # tokens in the open shard
+        self._buffer = np.empty(shard_tokens, dtype="<u2")
+
+    @property
+    def room(self) -> int:
+        """How many tokens the open shard still takes."""
+        return len(self._buffer) - self.pending
+
+    def add(self, document: Iterable[int]) -> None:
+        """Appends the ids of a document, end-of-text first, and writes each shard that they fill. Raises ShardError."""
+        tokens = as_uint16(document)
+        while len(tokens):
+            part, tokens = tokens[: self.room], tokens[self.room :]
+            self._buffer[self.pending : self.pending + len(part)] = part
+            self.pending += len(part)
+            if not self.room:
+                self._write()
+
+    def close(self) -> None:
+        """Writes what is left as a last, shorter shard. Not called after an error: the tokens of a broken run are lost."""
+        if self.pending:
+            self._write()
+
+    def _write(self) -> None:
+        name = self.name(self.next_index)
+        self.written[name] = write_shard(self.folder / name, self._buffer[: self.pending])
+        self.next_index, self.pending = self.next_index + 1, 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the three tools share
+
+
+@contextmanager
+def whole_file(path: Path | str) -> Iterator[BinaryIO]:
+    """A file to write that appears as `path` at the end of the block, whole and on disk, and not at all after an error.
+
+    Until then it is `{path}.tmp`. One left by a killed process is overwritten by the next; `locked` keeps two apart.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    with whole_file(path) as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes `folder` and keeps other tools out of it for the length of the block. Waits, with a message, for one inside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{folder}: waiting for another process that is writing here", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends the program with one line and exit code 1 on an error the user can mend (DataError, OSError) and on Ctrl-C."""
+    tool = Path(sys.argv[0]).name
+    try:
+        yield
+    except (DataError, OSError) as error:
+        sys.exit(f"{tool}: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"{tool}: interrupted; the same command goes on from here")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Docstrings as they are, and the default of every option."""
+
+
+def number_between(low: int, high: int) -> Callable[[str], int]:
+    """An argparse type: a whole number in [low, high], underscores allowed."""
+
+    def whole_number(text: str) -> int:
+        number = int(text)
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{number} is not in {low}..{high}")
+        return number
+
+    return whole_number
