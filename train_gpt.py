@@ -18,9 +18,11 @@ KERNELS = SCRIPT.with_name("triton_kernels.py")
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (SCRIPT, KERNELS)}
 
 import argparse
+import ctypes
 import dataclasses
 import functools
 import glob
+import itertools
 import math
 import os
 import platform
@@ -43,6 +45,7 @@ from triton_kernels import (
     XTX,
     XXT,
     Band,
+    aX_plus_BX,
     attend,
     ba_plus_cAA,
     band_bias,
@@ -106,7 +109,16 @@ class Hyperparameters:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings cannot run on world_size ranks."""
-        may_be_zero = {"doc_slots", "bos_id", "seed", "num_extension_iterations", "momentum_warmup", "momentum_cooldown", "val_every", "sample_tokens"}
+        may_be_zero = {
+            "doc_slots",
+            "bos_id",
+            "seed",
+            "num_extension_iterations",
+            "momentum_warmup",
+            "momentum_cooldown",
+            "val_every",
+            "sample_tokens",
+        }
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and value < (0 if field.name in may_be_zero else 1):
@@ -116,9 +128,9 @@ class Hyperparameters:
                 f"--micro_batches={self.micro_batches} cannot be shared evenly by {world_size} ranks: "
                 f"use a multiple of {world_size} (16 and 32 also fit smaller GPUs)"
             )
-        for name, tokens in [(f"batch_unit={self.batch_unit} (stage {i + 1})", s.batch * self.batch_unit) for i, s in enumerate(STAGES)] + [
-            (f"val_batch_tokens={self.val_batch_tokens}", self.val_batch_tokens)
-        ]:
+        for name, tokens in [
+            (f"batch_unit={self.batch_unit} (stage {i + 1})", s.batch * self.batch_unit) for i, s in enumerate(STAGES)
+        ] + [(f"val_batch_tokens={self.val_batch_tokens}", self.val_batch_tokens)]:
             if tokens % (16 * self.micro_batches):
                 raise ValueError(
                     f"--{name}: {tokens} tokens do not divide into {self.micro_batches} micro-batches of a multiple of 16 "
@@ -161,7 +173,11 @@ def fp8_linear_op(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @fp8_linear_op.register_fake
 def _(x, w):
-    return x.new_empty(x.size(0), w.size(1)), torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty_like(w, dtype=torch.float8_e4m3fn)
+    return (
+        x.new_empty(x.size(0), w.size(1)),
+        torch.empty_like(x, dtype=torch.float8_e4m3fn),
+        torch.empty_like(w, dtype=torch.float8_e4m3fn),
+    )
 
 
 @torch.library.custom_op("bankrun::fp8_linear_backward", mutates_args=())
@@ -239,14 +255,21 @@ def polar_express(G: Tensor) -> Tensor:
     G (n, rows, cols), any float dtype; result the same shape in bf16, or fp64 where G is fp64. Tall matrices multiply on
     the right, so that the Gram matrix is the smaller one and nothing is transposed.
     """
-    X = G if G.dtype == torch.float64 else G.bfloat16()
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    dtype = G.dtype if G.dtype == torch.float64 else torch.bfloat16
+    held = torch.float32 if G.device.type == "cpu" and dtype == torch.bfloat16 else dtype
+
+    def rounded(x: Tensor) -> Tensor:
+        """x in bf16, held in fp32 on CPU, whose units multiply nothing narrower."""
+        return x.to(dtype).to(held)
+
+    X = G.to(dtype)
+    X = rounded(X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6))
     tall = X.size(-2) > X.size(-1)
     for a, b, c in POLAR_EXPRESS_COEFFICIENTS:
-        A = XTX(X) if tall else XXT(X)
-        B = ba_plus_cAA(A, beta=b, alpha=c)
-        X = torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)
-    return X
+        A = rounded(XTX(X) if tall else XXT(X))
+        B = rounded(ba_plus_cAA(A, beta=b, alpha=c))
+        X = rounded(aX_plus_BX(X, B, a, right=tall))
+    return X.to(dtype)
 
 
 def normuon_scale(u: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
@@ -255,7 +278,7 @@ def normuon_scale(u: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     u (n, rows, cols) fp32 or fp64; second_moment (n, rows, 1), or (n, 1, cols) for wide matrices, updated in place.
     """
     along = -1 if second_moment.size(-1) == 1 else -2
-    mean_square = u.square().mean(along, keepdim=True)
+    mean_square = torch.linalg.vector_norm(u, dim=along, keepdim=True).square() / u.size(along)
     second_moment.lerp_(mean_square, 1 - beta2)
     scale = second_moment.clamp_min(1e-10).rsqrt()
     norm = mean_square.sum((-2, -1), keepdim=True).sqrt()
@@ -302,13 +325,13 @@ def normuon_update(
     lr_mul (n, 1, 1); lr, weight_decay, momentum, grad_scale 0-dim CPU tensors, so that a new value does not recompile.
     """
     grad = grad.to(momentum_buffer.dtype) * grad_scale
-    momentum_buffer.add_((grad - momentum_buffer) * (1 - momentum))
-    update = polar_express(grad + (momentum_buffer - grad) * momentum).to(momentum_buffer.dtype)
+    momentum_buffer.add_((grad - momentum_buffer).mul_(1 - momentum))
+    update = polar_express((momentum_buffer - grad).mul_(momentum).add_(grad)).to(momentum_buffer.dtype)
     update = normuon_scale(update, second_moment, beta2)
     wide = p if mantissa is None else join_mantissa(p, mantissa)
     lr_eff = lr * lr_mul
-    decay = weight_decay * lr * lr_eff * wide * (update * wide >= 0)
-    wide = wide - lr_eff * update - decay
+    decay = (wide * (update * wide >= 0)).mul_(weight_decay * lr * lr_eff)
+    wide = wide - decay.addcmul_(update, lr_eff)
     if mantissa is None:
         p.copy_(wide)
     else:
@@ -421,7 +444,9 @@ class NorMuonAndAdam:
         self.grad_divisor = 1  # gradients are sums over this many micro-batches
         self.shards = {label: self._shard(label, param.data) for label, param in self.params.items()}
         self.state = {label: self._initial_state(label) for label in self.params}
-        self.matrix_lr_mul = {label: self._matrix_lr_mul(label) for label in self.params if self.table[label].optim == "normuon"}
+        self.matrix_lr_mul = {
+            label: self._matrix_lr_mul(label) for label in self.params if self.table[label].optim == "normuon"
+        }
 
     # Layout
 
@@ -451,7 +476,10 @@ class NorMuonAndAdam:
         if self.table[label].optim == "adam":
             return {"step": 0, "exp_avg": moment(shard.shape), "exp_avg_sq": moment(shard.shape)}
         n, rows, cols = shard.shape
-        state = {"momentum_buffer": moment(shard.shape), "second_moment": moment((n, rows, 1) if rows >= cols else (n, 1, cols))}
+        state = {
+            "momentum_buffer": moment(shard.shape),
+            "second_moment": moment((n, rows, 1) if rows >= cols else (n, 1, cols)),
+        }
         if shard.dtype == torch.bfloat16:
             state["mantissa"] = torch.zeros(shard.shape, device=shard.device, dtype=torch.uint16)
         return state
@@ -579,7 +607,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rstd = torch.linalg.vecdot(wide, wide).mul_(1 / x.size(-1)).add_(RMS_EPS).rsqrt_().unsqueeze(-1)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = length.square_().mul_(1 / x.size(-1)).add_(RMS_EPS).rsqrt_()
         y = (wide * rstd).to(x.dtype)
         ctx.save_for_backward(y, rstd)
         return y
@@ -588,8 +617,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> Tensor:
         y, rstd = ctx.saved_tensors
         grad, wide = grad.to(rstd.dtype), y.to(rstd.dtype)
-        mean = torch.linalg.vecdot(grad, wide).mul_(1 / y.size(-1)).unsqueeze(-1)
-        return torch.addcmul(grad, wide, mean, value=-1).mul_(rstd).to(y.dtype)
+        mean = (grad * wide).sum(-1, keepdim=True).mul_(-1 / y.size(-1))
+        return torch.addcmul(grad, wide, mean).mul_(rstd).to(y.dtype)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -598,27 +627,31 @@ def norm(x: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Pairs of neighbouring dims as complex numbers, times the table; the gradient turns back by the conjugate."""
+    """Pairs of neighbouring dims as complex numbers, turned by the table; the gradient turns back."""
 
     @staticmethod
     def forward(ctx, x: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(table)
-        return complex_product(x, table)
+        return turn(x, table, back=False)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (table,) = ctx.saved_tensors
-        return complex_product(grad, table * table.new_tensor((1, -1))), None
+        return turn(grad, *ctx.saved_tensors, back=True), None
 
 
-def complex_product(x: Tensor, table: Tensor) -> Tensor:
-    """x (…, D), table (…, D/2, 2), broadcast: dims 2j and 2j+1 of x are one complex number, table's last two another."""
+def turn(x: Tensor, table: Tensor, back: bool) -> Tensor:
+    """y[2j] = c·x[2j] + s·x[2j+1], y[2j+1] = c·x[2j+1] − s·x[2j]; back: with −s.
+
+    x (…, D); table (…, D/2, 2), broadcast, holds c and −s: on CPU the product is one complex one.
+    """
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * torch.view_as_complex(table)).flatten(-2)
-    real, imag = x.unflatten(-1, (-1, 2)).unbind(-1)
-    table_real, table_imag = table.unbind(-1)
-    return torch.stack((real * table_real - imag * table_imag, real * table_imag + imag * table_real), -1).flatten(-2)
+        factor = torch.view_as_complex(table)
+        return torch.view_as_real(
+            torch.view_as_complex(x.unflatten(-1, (-1, 2))) * (factor.conj() if back else factor)
+        ).flatten(-2)
+    (even, odd), (c, s) = x.unflatten(-1, (-1, 2)).unbind(-1), table.unbind(-1)
+    s = s if back else -s
+    return torch.stack((c * even + s * odd, c * odd - s * even), -1).flatten(-2)
 
 
 class Yarn(nn.Module):
@@ -683,7 +716,9 @@ class Attention:
     def __init__(self, num_heads: int, head_dim: int, paired: bool, key_offset: bool):
         self.num_heads, self.head_dim, self.paired, self.key_offset = num_heads, head_dim, paired, key_offset
 
-    def __call__(self, x: Tensor, W_qkv: Tensor, W_o: Tensor, head_gate: Tensor, value: Tensor | None, yarn: Yarn, band: Band) -> Tensor:
+    def __call__(
+        self, x: Tensor, W_qkv: Tensor, W_o: Tensor, head_gate: Tensor, value: Tensor | None, yarn: Yarn, band: Band
+    ) -> Tensor:
         """x (T, dim), normed; W_qkv (3·dim, dim); W_o (dim, dim); head_gate (H, 12); value (T, H, D), gated, or None."""
         T, H, D = x.size(0), self.num_heads, self.head_dim
         qk, v = F.linear(x, W_qkv).view(T, 3 * H, D).split((2 * H, H), 1)
@@ -735,7 +770,17 @@ class GPT(nn.Module):
     It computes in the dtype of its parameters: bf16 as built, or what .float() and .double() make of it.
     """
 
-    def __init__(self, vocab_size: int, num_layers: int, num_heads: int, head_dim: int, model_dim: int, max_seq_len: int, *, fp8_head: bool = False):
+    def __init__(
+        self,
+        vocab_size: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        model_dim: int,
+        max_seq_len: int,
+        *,
+        fp8_head: bool = False,
+    ):
         """max_seq_len: the longest flat micro-batch in tokens, validation included. fp8_head: FP8 in the training head.
 
         Raises ValueError for sizes that the topology cannot have.
@@ -846,18 +891,16 @@ class GPT(nn.Module):
 
     def bands(self, cu_seqlens: Tensor, T: int, schedule: ForwardSchedule) -> list[Band]:
         """What each layer's attention sees. Paired layers count documents, but not the window, in doubled positions."""
-        max_len = schedule.max_doc_len if self.training and schedule.max_doc_len else T
-        max_len = min(max_len, T)
-
-        @functools.cache
-        def band(window: int, p: int) -> Band:
-            bias = None if uses_flash(self.embed) else band_bias(p * cu_seqlens, p * T, window, torch.promote_types(self.embed.dtype, torch.float32))
-            return Band(p * cu_seqlens, window, p * max_len, bias)
-
-        return [
-            band(schedule.long_window if i in LONG_WINDOW_LAYERS else schedule.short_window, 2 if i in PAIRED_LAYERS else 1)
-            for i in range(NUM_LAYERS)
-        ]
+        max_len = min(schedule.max_doc_len or T, T) if self.training else T
+        wide = torch.promote_types(self.embed.dtype, torch.float32)
+        kinds = [(i in LONG_WINDOW_LAYERS, 2 if i in PAIRED_LAYERS else 1) for i in range(NUM_LAYERS)]
+        bands = {}
+        for long, p in dict.fromkeys(kinds):
+            window = schedule.long_window if long else schedule.short_window
+            starts = p * cu_seqlens
+            bias = None if uses_flash(self.embed) else band_bias(starts, p * T, window, wide)
+            bands[long, p] = Band(starts, window, p * max_len, bias)
+        return [bands[kind] for kind in kinds]
 
 
 # -----------------------------------------------------------------------------
@@ -894,14 +937,18 @@ def read_shard(path: str, vocab_size: int | None = None) -> np.ndarray:
             raise
         raise DataError(f"{path}: cannot be read as a shard: {error}") from error
     if vocab_size is not None and len(tokens) and (largest := int(tokens.max())) >= vocab_size:
-        raise DataError(f"{path}: holds token {largest}, but the vocabulary ends at {vocab_size}: other shards, or --vocab_size?")
+        raise DataError(
+            f"{path}: holds token {largest}, but the vocabulary ends at {vocab_size}: other shards, or --vocab_size?"
+        )
     return tokens
 
 
 def find_shards(pattern: str) -> list[str]:
     files = sorted(glob.glob(pattern))
     if not files:
-        raise DataError(f"no shard matches {pattern}: make some with data/local_text.py or fetch them with data/cached_fineweb10B.py")
+        raise DataError(
+            f"no shard matches {pattern}: make some with data/local_text.py or fetch them with data/cached_fineweb10B.py"
+        )
     return files
 
 
@@ -936,7 +983,12 @@ class Documents:
 
 
 def plan_batches(
-    files: Iterable[str], batch_tokens: Callable[[int], int], max_doc_len: int, micro_batches: int, bos_id: int, vocab_size: int | None
+    files: Iterable[str],
+    batch_tokens: Callable[[int], int],
+    max_doc_len: int,
+    micro_batches: int,
+    bos_id: int,
+    vocab_size: int | None,
 ) -> Iterator[tuple[Documents, int, list[tuple[int, int]]]]:
     """For step 0, 1, …: the shard, the tokens of a micro-batch, and the documents of each. Ends where the shards do."""
     step = 0
@@ -964,10 +1016,16 @@ def make_micro_batch(tokens: np.ndarray, starts: np.ndarray, slots: int, where: 
     T = len(tokens) - 1
     starts = starts[starts < T]  # one at T gives the last target only
     if len(starts) >= slots:
-        raise DataError(f"{where}: {len(starts)} documents in one micro-batch of {T} tokens do not fit {slots} slots: set --doc_slots={len(starts) + 1} or more")
+        raise DataError(
+            f"{where}: {len(starts)} documents in one micro-batch of {T} tokens do not fit {slots} slots: set --doc_slots={len(starts) + 1} or more"
+        )
     cu_seqlens = np.full(slots, T, dtype=np.int32)
     cu_seqlens[: len(starts)] = starts
-    batch = (torch.from_numpy(tokens[:-1].astype(np.int32)), torch.from_numpy(tokens[1:].astype(np.int64)), torch.from_numpy(cu_seqlens))
+    batch = (
+        torch.from_numpy(tokens[:-1].astype(np.int32)),
+        torch.from_numpy(tokens[1:].astype(np.int64)),
+        torch.from_numpy(cu_seqlens),
+    )
     return tuple(x.pin_memory() for x in batch) if torch.cuda.is_available() else batch
 
 
@@ -1067,7 +1125,9 @@ def check_data(h: Hyperparameters) -> None:
             f"{validation}: validation needs {h.val_tokens + 1:,} tokens, it holds {len(tokens):,}: lower --val_tokens and --val_batch_tokens"
         )
     files = find_shards(train_pattern(h))
-    plans = plan_batches(files, lambda step: step_schedule(step, h).batch_tokens, h.max_doc_len, h.micro_batches, h.bos_id, h.vocab_size)
+    plans = plan_batches(
+        files, lambda step: step_schedule(step, h).batch_tokens, h.max_doc_len, h.micro_batches, h.bos_id, h.vocab_size
+    )
     total, steps, shard, present = h.total_iterations, 0, None, 0
     for documents, _, _ in plans:
         if documents is not shard:
@@ -1196,7 +1256,9 @@ class TrainingManager:
         self.current = step_schedule(step, self.h)
         at, to = self.windows.index(self.yarn_window), self.windows.index(self.current.yarn_window)
         if to < at:
-            raise ValueError(f"step {step} has a long window of {self.current.yarn_window} tokens, but YaRN is already at {self.yarn_window}")
+            raise ValueError(
+                f"step {step} has a long window of {self.current.yarn_window} tokens, but YaRN is already at {self.yarn_window}"
+            )
         for old, new in zip(self.windows[at:to], self.windows[at + 1 : to + 1]):
             self.model.extend_windows(old, new)
         self.yarn_window = self.windows[to]
@@ -1289,15 +1351,28 @@ def join_ranks() -> Ranks:
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            raise RunError(f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; start as many ranks as GPUs")
+            raise RunError(
+                f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; start as many ranks as GPUs"
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        keep_freed_memory()
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        )
     return Ranks(rank, world_size, device)
+
+
+def keep_freed_memory() -> None:
+    """On glibc: never give memory back, because its pages would be faulted in again, a third of the time of an MLP."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and the heap never shrinks
 
 
 class Log:
@@ -1417,7 +1492,9 @@ class PendingStep:
             self.event.synchronize()
         loss = self.loss.item()
         if not math.isfinite(loss):
-            raise RunError(f"the training loss is {loss} at step {self.step}: stopped; lower the learning rate or look at the last change")
+            raise RunError(
+                f"the training loss is {loss} at step {self.step}: stopped; lower the learning rate or look at the last change"
+            )
         return loss
 
 
@@ -1480,8 +1557,8 @@ def validate(model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ra
     count = h.val_tokens // h.val_batch_tokens * h.micro_batches // ranks.world_size  # micro-batches of this rank
     model.eval()
     total = torch.zeros((), device=ranks.device)
-    for _, (inputs, targets, cu_seqlens) in zip(range(count), batches):
-        total += model(*to_device((inputs, targets, cu_seqlens), ranks.device), manager.forward_schedule())
+    for batch in itertools.islice(batches, count):
+        total += model(*to_device(batch, ranks.device), manager.forward_schedule())
     batches.close()
     model.train()
     return (ranks.sum(total) / (count * ranks.world_size)).item()
@@ -1492,7 +1569,9 @@ def to_device(batch: Iterable[Tensor], device: torch.device) -> list[Tensor]:
 
 
 @torch.no_grad()
-def sample_text(model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ranks, prompt_tokens: int = 64, temperature: float = 0.7) -> tuple[str, str]:
+def sample_text(
+    model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ranks, prompt_tokens: int = 64, temperature: float = 0.7
+) -> tuple[str, str]:
     """The start of the first validation document, and what the model writes after it: sample_tokens more tokens."""
     shard = read_shard(find_shards(val_pattern(h))[0])
     begin = int(np.flatnonzero(shard == h.bos_id)[0])
@@ -1528,6 +1607,7 @@ def train(h: Hyperparameters, ranks: Ranks) -> None:
     try:
         h.check(ranks.world_size)
         check_data(h)
+        model, manager = build(h, ranks)
         log = Log(ranks, h)
     except (ValueError, OSError) as caught:
         error = caught
@@ -1538,10 +1618,11 @@ def train(h: Hyperparameters, ranks: Ranks) -> None:
         log.show(f"log: {log.path}")
     if ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64  # a graph for each stage and mode, an update for each shape
-    model, manager = build(h, ranks)
     started = time.perf_counter()
     warm_up(manager, h, ranks)
-    log.show(f"{sum(p.numel() for p in model.parameters()):,} parameters, {ranks.world_size} ranks, warm-up {time.perf_counter() - started:.0f} s")
+    log.show(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {ranks.world_size} ranks, warm-up {time.perf_counter() - started:.0f} s"
+    )
 
     total = h.total_iterations
     share = h.micro_batches // ranks.world_size
@@ -1580,14 +1661,15 @@ def train(h: Hyperparameters, ranks: Ranks) -> None:
                 raise RunError(f"the validation loss is {val_loss} at step {step}: stopped")
             milliseconds = 1000 * clock.before
             log.write(
-                f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{milliseconds:.0f}ms step_avg:{milliseconds / max(step, 1):.2f}ms", console=True
+                f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{milliseconds:.0f}ms step_avg:{milliseconds / max(step, 1):.2f}ms",
+                console=True,
             )
             clock.start()
         if step == total:
             break
         manager.advance_schedule(step)
         loss = torch.zeros((), device=ranks.device)
-        for _, batch in zip(range(share), batches):
+        for batch in itertools.islice(batches, share):
             micro_loss = model(*to_device(batch, ranks.device), manager.forward_schedule())
             micro_loss.backward()
             loss += micro_loss.detach()
@@ -1596,7 +1678,7 @@ def train(h: Hyperparameters, ranks: Ranks) -> None:
         current = PendingStep(step, tokens, loss / (tokens // ranks.world_size * sum(manager.current.mtp_weights)))
         if pending:
             finish(pending)
-        pending = current
+        pending = current if current.event else finish(current)
     batches.close()
 
     if h.sample_tokens and ranks.main:
@@ -1633,9 +1715,13 @@ def parse_options(argv: list[str] | None) -> Hyperparameters:
     """The preset's settings, changed by --name=value. Unknown options and wrong types end the process with a message."""
     preset = "record" if torch.cuda.is_available() else "demo"
     parser = argparse.ArgumentParser(
-        prog=SCRIPT.name, allow_abbrev=False, description=f"Train by the speedrun's recipe. The preset here is {preset!r}; a setting given as an option overrides it."
+        prog=SCRIPT.name,
+        allow_abbrev=False,
+        description=f"Train by the speedrun's recipe. The preset here is {preset!r}; a setting given as an option overrides it.",
     )
-    parser.add_argument("--preset", choices=PRESETS, default=preset, help="record: the full-size run; demo: small widths and bytes, for a CPU")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default=preset, help="record: the full-size run; demo: small widths and bytes, for a CPU"
+    )
     types = {"int": int, "float": float, "str": str, "bool": boolean}
     for field in dataclasses.fields(Hyperparameters):
         kind = field.type if isinstance(field.type, str) else field.type.__name__

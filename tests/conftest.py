@@ -1,0 +1,27 @@
+"""What every test shares: the repository on sys.path, one thread, reproducible hypotheses, processes that cannot hang."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import pytest
+import torch
+from hypothesis import settings
+
+import common
+
+torch.set_num_threads(1)  # the tensors are tiny, and the ranks of a test share the machine
+settings.register_profile("bankrun", deadline=None, derandomize=True, database=None)
+settings.load_profile("bankrun")
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory):
+    """run_ranks(world_size, function, *args): what the top-level function returned on each rank; see common.run_ranks."""
+
+    def run(world_size: int, function, *args) -> list:
+        return common.run_ranks(tmp_path_factory.mktemp("ranks"), world_size, function, *args)
+
+    return run
