@@ -92,6 +92,8 @@ class Hyperparameters:
     batch_unit: int = setting(16384, "a step takes 8, 16 and 24 of these many tokens in its three stages")
     micro_batches: int = setting(8, "a step's forward passes, shared by the ranks; 16 or 32 fit smaller GPUs")
     block_size: int = setting(128, "tokens in a block, the unit of the attention windows")
+    adam_lr_mul: float = setting(1.0, "multiplies the table's learning rates of Adam")
+    muon_lr_mul: float = setting(1.0, "multiplies the table's learning rates of NorMuon")
     momentum_warmup: int = setting(300, "steps over which NorMuon's momentum rises from 0.85 to 0.95")
     momentum_cooldown: int = setting(50, "last steps over which it falls back to 0.85")
     # validation
@@ -244,7 +246,7 @@ POLAR_EXPRESS_COEFFICIENTS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233002106),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
@@ -436,7 +438,7 @@ class NorMuonAndAdam:
         self.params = dict(named_parameters)
         self.table = param_table
         self.scatter_order, self.work_order = tuple(scatter_order), tuple(work_order)
-        for name, order in (("param_table", param_table), ("scatter_order", scatter_order), ("work_order", work_order)):
+        for name, order in (("param_table", param_table), ("scatter_order", self.scatter_order), ("work_order", self.work_order)):
             check_order(name, order, self.params)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.tied = True
@@ -1199,8 +1201,6 @@ def step_schedule(step: int, h: Hyperparameters) -> StepSchedule:
     else:
         stage, fraction = STAGES[3 * step // scheduled], 3 * step / scheduled % 1
     yarn_blocks = EXTENSION.long if step >= scheduled else stage.long
-    if step == 0 and scheduled == 0:
-        yarn_blocks = stage.long
     return StepSchedule(
         batch_tokens=stage.batch * h.batch_unit,
         short_window=stage.short * h.block_size,
@@ -1241,7 +1241,9 @@ class TrainingManager:
 
     def __init__(self, model: GPT, h: Hyperparameters):
         self.model, self.h = model, h
-        self.optimizer = NorMuonAndAdam(model.named_parameters(), PARAM_TABLE, SCATTER_ORDER, WORK_ORDER)
+        muls = {"adam": h.adam_lr_mul, "normuon": h.muon_lr_mul}
+        table = {label: dataclasses.replace(row, lr=row.lr * muls[row.optim]) for label, row in PARAM_TABLE.items()}
+        self.optimizer = NorMuonAndAdam(model.named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
         self.optimizer.grad_divisor = h.micro_batches
         self.split_step = -(-2 * h.num_scheduled_iterations // 3) | 1  # odd, so an Adam step
         self.windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
@@ -1253,15 +1255,15 @@ class TrainingManager:
 
         Raises ValueError if the model's windows are already beyond that step's: restore an earlier state first.
         """
-        self.current = step_schedule(step, self.h)
-        at, to = self.windows.index(self.yarn_window), self.windows.index(self.current.yarn_window)
+        coming = step_schedule(step, self.h)
+        at, to = self.windows.index(self.yarn_window), self.windows.index(coming.yarn_window)
         if to < at:
             raise ValueError(
-                f"step {step} has a long window of {self.current.yarn_window} tokens, but YaRN is already at {self.yarn_window}"
+                f"step {step} has a long window of {coming.yarn_window} tokens, but YaRN is already at {self.yarn_window}"
             )
         for old, new in zip(self.windows[at:to], self.windows[at + 1 : to + 1]):
             self.model.extend_windows(old, new)
-        self.yarn_window = self.windows[to]
+        self.current, self.yarn_window = coming, coming.yarn_window
         weights = torch.tensor(self.current.mtp_weights, dtype=torch.float32)
         self._mtp_weights = weights.to(self.model.embed.device, non_blocking=True)
 

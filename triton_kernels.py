@@ -247,7 +247,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
 def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
     """(blocks, rows, keys) for blocks of `rows` queries, each with the keys of its own and the blocks that its window reaches."""
     device = cu_seqlens.device
-    rows = 32 if window <= 64 else 64
+    rows = 32 if window <= 128 else 64
     blocks, back = -(-length // rows), -(-min(window, length) // rows)
     position = torch.arange(blocks * rows, device=device)
     start = cu_seqlens[torch.searchsorted(cu_seqlens, position.int(), right=True) - 1]  # of the position's document

@@ -54,7 +54,15 @@ def set_parameters(model: GPT, scales: dict[str, float] = SCALES, prefix: str = 
     return model
 
 
-def tiny_gpt(dtype: torch.dtype = torch.float32, *, vocab_size: int = 128, num_heads: int = 2, head_dim: int = 8, max_seq_len: int = 256, fp8_head: bool = False) -> GPT:
+def tiny_gpt(
+    dtype: torch.dtype = torch.float32,
+    *,
+    vocab_size: int = 128,
+    num_heads: int = 2,
+    head_dim: int = 8,
+    max_seq_len: int = 256,
+    fp8_head: bool = False,
+) -> GPT:
     """The 11-layer topology at the smallest widths, no parameter at zero; bf16 keeps the training dtypes."""
     model = GPT(vocab_size, 11, num_heads, head_dim, num_heads * head_dim, max_seq_len, fp8_head=fp8_head)
     if dtype != torch.bfloat16:
@@ -71,14 +79,16 @@ def random_batch(T: int, vocab: int, starts: tuple[int, ...], slots: int = 8, se
 
 
 def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
-    """[function(rank, world_size, *args) of each rank], in spawned processes that form a gloo group.
+    """[function(rank, world_size, *args) of each rank], in processes of their own that form a gloo group.
 
     function: at the top level of a module; its result must be something torch.save takes. Raises RuntimeError, with the
     traceback, as soon as one rank fails, and TimeoutError after `timeout` seconds; no process outlives the call.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # a clean process that imports torch once, for all ranks of all tests
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
     processes = [
-        context.Process(target=_rank_main, args=(rank, world_size, str(folder), function, args), daemon=True) for rank in range(world_size)
+        context.Process(target=_rank_main, args=(rank, world_size, str(folder), function, args), daemon=True)
+        for rank in range(world_size)
     ]
     deadline = time.monotonic() + timeout
     try:
@@ -109,7 +119,11 @@ def _rank_main(rank: int, world_size: int, folder: str, function: Callable, args
     path = Path(folder)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{path / 'rendezvous'}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
+            "gloo",
+            init_method=f"file://{path / 'rendezvous'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=60),
         )
         result = function(rank, world_size, *args)
         torch.save(result, path / f"{rank}.tmp")

@@ -1,10 +1,14 @@
 """What every test shares: the repository on sys.path, one thread, reproducible hypotheses, processes that cannot hang."""
 
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+# PyTorch asks for huge pages: the full-size model would be all page faults otherwise.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import pytest
 import torch

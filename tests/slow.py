@@ -90,10 +90,16 @@ def layer_attention(
     return y.reshape(T, H * D) @ W_o.T
 
 
-def hidden_states(p: dict[str, Tensor], H: int, inputs: Tensor, cu_seqlens: Tensor, short: int, long: int, freq: list[float], scale: float) -> Tensor:
+def hidden_states(
+    p: dict[str, Tensor], H: int, inputs: Tensor, cu_seqlens: Tensor, short: int, long: int, freq: list[float], scale: float
+) -> Tensor:
     """What the head reads; p: parameters by label."""
     sigmoid, dim, tokens = torch.sigmoid, p["embed"].size(1), inputs.long()
-    resid, sa, (smear_lambda, backout_lambda, skip_lambda) = p["scalars"][:11], p["scalars"][11:33].view(11, 2), p["scalars"][33:]
+    resid, sa, (smear_lambda, backout_lambda, skip_lambda) = (
+        p["scalars"][:11],
+        p["scalars"][11:33].view(11, 2),
+        p["scalars"][33:],
+    )
     e = p["embed"][tokens]
     rows = [e[0]]
     for t in range(1, len(e)):

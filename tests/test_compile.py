@@ -1,7 +1,7 @@
 """Under torch.compile the model is one graph a shape, with the same numbers, and the GPU's path has the right shapes.
 
-Tracing eleven layers takes some ten seconds a graph: the whole model is compiled three times, the head (where the
-settings differ) for all of them.
+Tracing eleven layers takes some ten seconds a graph: the whole model is compiled three times, the head, where the
+settings differ, for all of them.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def test_compiled_model_is_one_graph_for_each_shape_with_eager_numbers() -> None
     manager = TrainingManager(model, H)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)  # as model.compile does
-    for step in (0, 1, 2, 9):  # stage 1, its third weight on the way to zero
+    for step in (0, 1, 9):  # stage 1, its third weight on the way to zero
         manager.advance_schedule(step)
         schedule = manager.forward_schedule()
         assert_same(loss_and_gradients(model, compiled, schedule), loss_and_gradients(model, model, schedule))
@@ -66,7 +66,7 @@ def test_compiled_model_is_one_graph_for_each_shape_with_eager_numbers() -> None
     assert counter.frame_count == 2  # the training graph is still there
 
 
-def test_next_stage_is_one_more_graph_and_so_is_its_yarn() -> None:
+def test_next_stage_with_a_plain_head_is_one_graph() -> None:
     """Stage 2 and bf16 head: two MTP weights, wider windows, another attention scale. Captured, not lowered."""
     model = tiny_gpt()
     manager = TrainingManager(model, H)
@@ -106,19 +106,19 @@ def test_compiled_head_is_one_graph_for_each_number_of_targets(fp8: bool) -> Non
             assert counter.frame_count == graphs
 
 
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
-    """Schema, fake tensors of the same shape, dtype and strides, registered autograd. FP8 outputs have no gradient to compare."""
+    """Schema, registered autograd, fake tensors of the same shapes, dtypes and strides, tracing.
+
+    What PyTorch's checks cannot do with FP8 tensors on a CPU is left out: change an FP8 input, or sum an FP8 output.
+    """
+    rules = ("test_autograd_registration", "test_faketensor")
     x, w, grad = det("x", (32, 16)).to(dtype), det("w", (16, 48), 0.1).to(dtype), det("grad", (32, 48), 0.05).to(dtype)
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.bankrun.fp8_linear.default, (x, w), test_utils=checks)
-    _, x8, w8 = torch.ops.bankrun.fp8_linear(x, w)
-    torch.library.opcheck(torch.ops.bankrun.fp8_linear_backward.default, (grad, x8, w8), test_utils=CHECKS)
-    inputs = x.requires_grad_(), w.requires_grad_()
-    torch.library.opcheck(torch.ops.bankrun.fp8_linear.default, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    forward, backward = torch.ops.bankrun.fp8_linear.default, torch.ops.bankrun.fp8_linear_backward.default
+    torch.library.opcheck(forward, (x, w), test_utils=(*rules, "test_schema", "test_aot_dispatch_dynamic"))
+    _, x8, w8 = forward(x, w)
+    torch.library.opcheck(backward, (grad, x8, w8), test_utils=(*rules, "test_aot_dispatch_dynamic"))
+    torch.library.opcheck(forward, (x.requires_grad_(), w.requires_grad_()), test_utils=rules)
 
 
 # The GPU's path, traced without a GPU
@@ -137,10 +137,24 @@ def test_gpu_path_has_the_right_shapes_and_dtypes(monkeypatch: pytest.MonkeyPatc
 
     def recorded(q, k, v, cu_q, cu_k, max_q, max_k, **options):
         out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
-        calls.append((tuple(q.shape), tuple(k.shape), tuple(v.shape), tuple(out.shape), q.dtype, out.dtype, max_q, max_k, options["window_size"], options["scale"]))
+        calls.append(
+            (
+                tuple(q.shape),
+                tuple(k.shape),
+                tuple(v.shape),
+                tuple(out.shape),
+                q.dtype,
+                out.dtype,
+                max_q,
+                max_k,
+                options["window_size"],
+                options["scale"],
+            )
+        )
         return out
 
     monkeypatch.setattr(varlen, "varlen_attn", recorded)
+    monkeypatch.setattr(triton_kernels, "varlen_attn", recorded, raising=False)
     for module in (train_gpt, triton_kernels):
         monkeypatch.setattr(module, "uses_flash", lambda x: True)
     bf16, tokens, slots = torch.bfloat16, 16384, 64
@@ -153,7 +167,11 @@ def test_gpu_path_has_the_right_shapes_and_dtypes(monkeypatch: pytest.MonkeyPatc
         if training:
             loss.backward()
             for label, param in model.named_parameters():
-                assert (param.grad.shape, param.grad.dtype, param.grad.stride()) == (param.shape, param.dtype, param.stride()), label
+                assert (param.grad.shape, param.grad.dtype, param.grad.stride()) == (
+                    param.shape,
+                    param.dtype,
+                    param.stride(),
+                ), label
     assert len(calls) == 10
     longest = 2048 if training else tokens  # validation's documents have no maximum
     for layer, call in zip((0, 1, 2, 3, 4, 5, 7, 8, 9, 10), calls):

@@ -82,7 +82,9 @@ def forward_and_gradients(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, T
     return y.detach(), *torch.autograd.grad(y, (x, w), grad)
 
 
-@pytest.mark.parametrize("dtype, unit", [(torch.float32, U32), (torch.bfloat16, U16), (torch.float64, U32)], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(
+    "dtype, unit", [(torch.float32, U32), (torch.bfloat16, U16), (torch.float64, U32)], ids=["fp32", "bf16", "fp64"]
+)
 def test_fp8_products_are_off_by_their_formats_alone(dtype: torch.dtype, unit: float) -> None:
     x, w, grad = operands(dtype)
     y, grad_x, grad_w = forward_and_gradients(x, w, grad)
@@ -103,11 +105,22 @@ def test_fp8_products_are_off_by_their_formats_alone(dtype: torch.dtype, unit: f
 def test_fp8_products_are_those_of_scaled_mm(dtype: torch.dtype, unit: float) -> None:
     """The reference against PyTorch's own FP8 product, which is what a GPU runs: forward, grad_x and grad_w."""
     x, w, grad = operands(dtype)
-    x8, w8, g8 = quantize_fp8(x, FP8_X_SCALE, E4M3), quantize_fp8(w, FP8_W_SCALE, E4M3), quantize_fp8(grad, FP8_GRAD_SCALE, E5M2)
+    x8, w8, g8 = (
+        quantize_fp8(x, FP8_X_SCALE, E4M3),
+        quantize_fp8(w, FP8_W_SCALE, E4M3),
+        quantize_fp8(grad, FP8_GRAD_SCALE, E5M2),
+    )
 
     def scaled_mm(a: Tensor, scale_a: float, b: Tensor, scale_b: float, fast: bool) -> Tensor:
         b = b.mT.contiguous().mT  # by columns
-        return torch._scaled_mm(a.contiguous(), b, scale_a=torch.tensor(scale_a), scale_b=torch.tensor(scale_b), out_dtype=dtype, use_fast_accum=fast)
+        return torch._scaled_mm(
+            a.contiguous(),
+            b,
+            scale_a=torch.tensor(scale_a),
+            scale_b=torch.tensor(scale_b),
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
 
     expected = (
         scaled_mm(x8, FP8_X_SCALE, w8, FP8_W_SCALE, True),

@@ -30,7 +30,9 @@ def close64(a: torch.Tensor, b: torch.Tensor) -> bool:
 # Attention within documents and a window
 
 
-def banded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, window: int, scale: float = 0.3) -> torch.Tensor:
+def banded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, window: int, scale: float = 0.3
+) -> torch.Tensor:
     return attend(q, k, v, Band(cu_seqlens, window, len(q), band_bias(cu_seqlens, len(q), window, q.dtype)), scale)
 
 
@@ -59,7 +61,9 @@ def test_banded_attention_equals_masked_softmax_for_any_window(length: int, wind
 
 
 @pytest.mark.parametrize(
-    "starts", [(0,), (0, 1, 2, 3), (0, 31, 32, 33), (0, 64, 128, 149), (0, 0, 0, 40), (0, 7, 7, 7, 90), (0, 100, 150, 150, 150)], ids=str
+    "starts",
+    [(0,), (0, 1, 2, 3), (0, 31, 32, 33), (0, 64, 128, 149), (0, 0, 0, 40), (0, 7, 7, 7, 90), (0, 100, 150, 150, 150)],
+    ids=str,
 )
 def test_banded_attention_equals_masked_softmax_for_any_documents(starts: tuple[int, ...]) -> None:
     """Documents begin on, before and after block borders; documents of no length and padding change nothing."""
@@ -119,10 +123,14 @@ def test_banded_attention_passes_gradcheck() -> None:
 # One layer's attention
 
 
-def run_attention(paired: bool, key_offset: bool, with_value: bool, window: int, T: int = 45, H: int = 4, D: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def run_attention(
+    paired: bool, key_offset: bool, with_value: bool, window: int, T: int = 45, H: int = 4, D: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(Attention, the slow one), in fp64, on the same random weights."""
     dim = H * D
-    x, W_qkv, W_o = (det(name, shape).double() for name, shape in (("x", (T, dim)), ("W_qkv", (3 * dim, dim)), ("W_o", (dim, dim))))
+    x, W_qkv, W_o = (
+        det(name, shape).double() for name, shape in (("x", (T, dim)), ("W_qkv", (3 * dim, dim)), ("W_o", (dim, dim)))
+    )
     gate = det("gate", (H, 12)).double()
     value = det("value", (T, H, D)).double() if with_value else None
     cu_seqlens = int32(0, 11, 12, 30, T, T)
@@ -130,7 +138,9 @@ def run_attention(paired: bool, key_offset: bool, with_value: bool, window: int,
     p = 2 if paired else 1
     band = Band(p * cu_seqlens, window, p * T, band_bias(p * cu_seqlens, p * T, window, F64))
     out = Attention(H, D, paired, key_offset)(x, W_qkv, W_o, gate, value, yarn, band)
-    return out, slow.layer_attention(x, W_qkv, W_o, gate, value, slow.frequencies(D), 0.1, cu_seqlens, window, paired, key_offset)
+    return out, slow.layer_attention(
+        x, W_qkv, W_o, gate, value, slow.frequencies(D), 0.1, cu_seqlens, window, paired, key_offset
+    )
 
 
 @pytest.mark.parametrize("with_value", [False, True])
@@ -286,7 +296,9 @@ def test_rotation_passes_gradcheck(paired: bool) -> None:
 
 
 def test_mlp_passes_gradcheck() -> None:
-    x, W_fc, W_proj = (det(name, shape).double().requires_grad_() for name, shape in (("x", (5, 4)), ("fc", (9, 4)), ("proj", (9, 4))))
+    x, W_fc, W_proj = (
+        det(name, shape).double().requires_grad_() for name, shape in (("x", (5, 4)), ("fc", (9, 4)), ("proj", (9, 4)))
+    )
     assert torch.autograd.gradcheck(relu_squared_mlp, (x, W_fc, W_proj))
     assert close64(relu_squared_mlp(x, W_fc, W_proj), torch.relu(x @ W_fc.T) ** 2 @ W_proj)
 
@@ -310,9 +322,8 @@ def test_model_in_fp64_is_the_slow_model_with_its_gradients() -> None:
     model = tiny_gpt(F64, num_heads=4)
     inputs, targets, cu_seqlens, schedule = batch()
     params = parameters64(model)
-    hidden = slow.hidden_states(params, 4, inputs, cu_seqlens, SHORT, LONG, slow.frequencies(8), 0.1)
-    # The table is fp32 in both; its frequencies (a power of 1/1024) may differ by 4 roundings of fp32, so the angles, below 200, by
-    # 200·4·2⁻²⁴ = 5e-5. Give the slow model the very same numbers, and only fp64's rounding remains.
+    # The frequencies are fp32 powers of 1/1024, off by 4 roundings in either: the slow model takes these very numbers, which
+    # test_table_holds_… checks, so that fp64's rounding alone remains.
     freq = model.yarn.frequencies.tolist()
     hidden = slow.hidden_states(params, 4, inputs, cu_seqlens, SHORT, LONG, freq, 0.1)
     assert (model.hidden_states(inputs, cu_seqlens, schedule) - hidden).abs().max() <= 100 * TOLERANCE64
@@ -344,7 +355,14 @@ def test_training_loss_of_three_tokens_drops_what_lies_beyond() -> None:
     schedule = ForwardSchedule(torch.tensor([1.0, 0.5, 0.25]), SHORT, LONG)
     log_probs = torch.log_softmax(slow.softcap(model.hidden_states(inputs, cu_seqlens, schedule) @ model.lm_head), -1)
     a, b, c = targets.tolist()
-    terms = [log_probs[0, a], log_probs[1, b], log_probs[2, c], 0.5 * log_probs[0, b], 0.5 * log_probs[1, c], 0.25 * log_probs[0, c]]
+    terms = [
+        log_probs[0, a],
+        log_probs[1, b],
+        log_probs[2, c],
+        0.5 * log_probs[0, b],
+        0.5 * log_probs[1, c],
+        0.25 * log_probs[0, c],
+    ]
     assert model(inputs, targets, cu_seqlens, schedule).item() == pytest.approx(-sum(terms).item(), rel=TOLERANCE64)
 
 
@@ -367,7 +385,9 @@ def test_losses_are_fp32_or_better_in_every_dtype() -> None:
 ROUNDINGS = math.sqrt(11 * 10 + 10)
 
 
-@pytest.mark.parametrize("narrow, wide, unit", [(torch.bfloat16, torch.float32, U16), (torch.float32, F64, U32)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "narrow, wide, unit", [(torch.bfloat16, torch.float32, U16), (torch.float32, F64, U32)], ids=["bf16", "fp32"]
+)
 def test_narrow_model_is_the_wide_model_but_for_rounding(narrow: torch.dtype, wide: torch.dtype, unit: float) -> None:
     small, large = tiny_gpt(narrow), tiny_gpt(wide)
     with torch.no_grad():
@@ -491,7 +511,10 @@ def test_vocabulary_is_padded_to_a_multiple_of_128() -> None:
 
 def bit_sums(model: GPT) -> dict[str, int]:
     """A cheap witness that a parameter has changed, without a copy."""
-    return {label: param.detach().view(torch.int32 if param.itemsize == 4 else torch.int16).sum().item() for label, param in model.named_parameters()}
+    return {
+        label: param.detach().view(torch.int32 if param.itemsize == 4 else torch.int16).sum().item()
+        for label, param in model.named_parameters()
+    }
 
 
 def record_steps(rank: int, world_size: int) -> dict:

@@ -103,7 +103,9 @@ def test_polar_express_of_zero_is_zero(shape: tuple[int, int, int], dtype: torch
     assert result.dtype == (F64 if dtype == F64 else torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, U16), (torch.float32, U32), (F64, 2.0**-53)], ids=["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    "dtype, unit", [(torch.bfloat16, U16), (torch.float32, U32), (F64, 2.0**-53)], ids=["bf16", "fp32", "fp64"]
+)
 @pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (2, 3, 8, 8), (8, 12)])
 def test_symmetric_products_round_once(shape: tuple[int, ...], dtype: torch.dtype, unit: float) -> None:
     X = det("X", shape).to(dtype)
@@ -113,7 +115,11 @@ def test_symmetric_products_round_once(shape: tuple[int, ...], dtype: torch.dtyp
     cases: list[tuple[Callable, Tensor, Tensor]] = [
         (lambda out: XXT(X, out), wide @ wide.mT, wide.abs() @ wide.mT.abs()),
         (lambda out: XTX(X, out), wide.mT @ wide, wide.mT.abs() @ wide.abs()),
-        (lambda out: ba_plus_cAA(symmetric, -2.5, 0.5, out), -2.5 * s64 + 0.5 * s64 @ s64.mT, 2.5 * s64.abs() + 0.5 * s64.abs() @ s64.abs()),
+        (
+            lambda out: ba_plus_cAA(symmetric, -2.5, 0.5, out),
+            -2.5 * s64 + 0.5 * s64 @ s64.mT,
+            2.5 * s64.abs() + 0.5 * s64.abs() @ s64.abs(),
+        ),
     ]
     for function, exact, size in cases:
         out = torch.empty(exact.shape, dtype=dtype)
@@ -125,7 +131,11 @@ def test_symmetric_products_round_once(shape: tuple[int, ...], dtype: torch.dtyp
 # NorMuon's variance reduction
 
 
-@pytest.mark.parametrize("shape, moment", [((3, 12, 12), (3, 12, 1)), ((3, 20, 8), (3, 20, 1)), ((3, 8, 20), (3, 1, 20))], ids=["square", "tall", "wide"])
+@pytest.mark.parametrize(
+    "shape, moment",
+    [((3, 12, 12), (3, 12, 1)), ((3, 20, 8), (3, 20, 1)), ((3, 8, 20), (3, 1, 20))],
+    ids=["square", "tall", "wide"],
+)
 def test_normuon_evens_rows_and_keeps_the_norm(shape: tuple, moment: tuple) -> None:
     """Rows, or columns of a wide matrix: at first the moment is theirs alone, and all come out at one root mean square."""
     u = (det("u", shape) * torch.exp(det("spread", moment))).double()
@@ -147,13 +157,19 @@ def test_normuon_of_zero_is_zero() -> None:
 # 16 + 16 bits
 
 
-SPREAD = torch.tensor([0, 1, 2, 0x7F, 0x80, 0xFF, 0x100, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFF00, 0xFFFE, 0xFFFF])
+SPREAD = torch.tensor(
+    [0, 1, 2, 0x7F, 0x80, 0xFF, 0x100, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFF00, 0xFFFE, 0xFFFF]
+)
 EVERY = torch.arange(65536)
 # Among uppers: signed zeros, infinities, quiet and signalling NaNs, subnormals, the largest numbers.
-UPPER_SPREAD = torch.tensor([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0x0001, 0x807F, 0x7F7F, 0xFF7F, 0x3F80, 0xBF81, 0x0080])
+UPPER_SPREAD = torch.tensor(
+    [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0x0001, 0x807F, 0x7F7F, 0xFF7F, 0x3F80, 0xBF81, 0x0080]
+)
 
 
-@pytest.mark.parametrize("uppers, lowers", [(EVERY, SPREAD), (UPPER_SPREAD, EVERY)], ids=["every upper half", "every lower half"])
+@pytest.mark.parametrize(
+    "uppers, lowers", [(EVERY, SPREAD), (UPPER_SPREAD, EVERY)], ids=["every upper half", "every lower half"]
+)
 def test_mantissa_joins_and_splits_every_pattern(uppers: Tensor, lowers: Tensor) -> None:
     uppers, lowers = (x.flatten() for x in torch.meshgrid(uppers, lowers, indexing="ij"))
     p, mantissa = uppers.to(torch.uint16).view(torch.bfloat16), lowers.to(torch.uint16)
@@ -190,7 +206,9 @@ def alone(label: str, param: Tensor, config: ParamConfig) -> tuple[nn.Parameter,
     return p, NorMuonAndAdam([(label, p)], {label: config}, [label], [label])
 
 
-def adam_reference(p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, t: int, config: ParamConfig, lr_mul: float) -> tuple:
+def adam_reference(
+    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, t: int, config: ParamConfig, lr_mul: float
+) -> tuple:
     """(p, m, v) after step t, by the design's formula, fp64."""
     beta1, beta2 = config.betas
     lr = 0.008 * config.lr_mul * lr_mul
@@ -205,11 +223,13 @@ ADAM_LABELS = [label for label, config in PARAM_TABLE.items() if config.optim ==
 
 
 @pytest.mark.parametrize("label", ADAM_LABELS)
-@pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, U16), (torch.float32, U32), (F64, 2.0**-53)], ids=["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    "dtype, unit", [(torch.bfloat16, U16), (torch.float32, U32), (F64, 2.0**-53)], ids=["bf16", "fp32", "fp64"]
+)
 def test_adam_follows_its_formula(label: str, dtype: torch.dtype, unit: float) -> None:
     """Step by step from the parameter as stored: computed in fp32 (fp64), rounded to its dtype once."""
     config = PARAM_TABLE[label]
-    p, optimizer = alone(label, det("p", (30, 7)).to(dtype), config)
+    p, optimizer = alone("it", det("p", (30, 7)).to(dtype), config)  # head and embedding untied, too
     m = v = np.zeros((30, 7))
     for t in range(1, 5):
         g = det(f"g{t}", (30, 7)).to(dtype)
@@ -223,8 +243,10 @@ def test_adam_follows_its_formula(label: str, dtype: torch.dtype, unit: float) -
         bound = unit * np.abs(expected) + 20 * compute * (np.abs(before) + np.abs(expected - before) + np.abs(expected))
         assert (np.abs(p.detach().double().numpy() - expected) <= bound).all()
         assert p.grad is None
-    state = optimizer.state[label]
-    assert state["step"] == 4 and state["exp_avg"].dtype == state["exp_avg_sq"].dtype == (F64 if dtype == F64 else torch.float32)
+    state = optimizer.state["it"]
+    assert state["step"] == 4 and state["exp_avg"].dtype == state["exp_avg_sq"].dtype == (
+        F64 if dtype == F64 else torch.float32
+    )
 
 
 def test_adam_decays_only_where_update_and_weight_agree() -> None:
@@ -238,7 +260,11 @@ def test_adam_decays_only_where_update_and_weight_agree() -> None:
 
 
 def test_param_table_is_the_designs() -> None:
-    adam = {label: (c.comms, c.betas, c.lr_mul, c.wd_mul, c.lr, c.eps, c.weight_decay) for label, c in PARAM_TABLE.items() if c.optim == "adam"}
+    adam = {
+        label: (c.comms, c.betas, c.lr_mul, c.wd_mul, c.lr, c.eps, c.weight_decay)
+        for label, c in PARAM_TABLE.items()
+        if c.optim == "adam"
+    }
     common = (0.008, 1e-10, 0.005)
     gate, ve, head = ("replicated", (0.9, 0.99)), ("sharded", (0.75, 0.95), 75, 5), ("sharded", (0.5, 0.95), 1, 150)
     assert adam == {
@@ -247,7 +273,9 @@ def test_param_table_is_the_designs() -> None:
         "attn_gate_bank": (*gate, 1, 1, *common), "ve_gate_bank": (*gate, 1, 1, *common),
         "x0_lambdas": ("replicated", (0.65, 0.95), 5, 0, *common), "lm_head": (*head, *common), "embed": (*head, *common),
     }  # fmt: skip
-    banks = {label: (c.comms, c.lr, c.weight_decay, c.beta2, c.wd_mul) for label, c in PARAM_TABLE.items() if c.optim == "normuon"}
+    banks = {
+        label: (c.comms, c.lr, c.weight_decay, c.beta2, c.wd_mul) for label, c in PARAM_TABLE.items() if c.optim == "normuon"
+    }
     assert banks == dict.fromkeys(("attn", "mlp"), ("sharded", 0.023, 1.2, 0.95, 1))
     scatter_order = "attn mlp scalars ve0 ve1 ve2 smear_gate skip_gate attn_gate_bank ve_gate_bank x0_lambdas lm_head embed"
     work_order = "scalars smear_gate skip_gate attn_gate_bank ve_gate_bank x0_lambdas ve0 ve1 ve2 lm_head embed attn mlp"
@@ -260,7 +288,9 @@ def polar_reference(X: np.ndarray) -> np.ndarray:
     return U * quintics(s / (np.linalg.norm(X) * 1.02 + 1e-6)) @ Vt
 
 
-def normuon_reference(p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, lr: float, factor: float, momentum: float) -> tuple:
+def normuon_reference(
+    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, lr: float, factor: float, momentum: float
+) -> tuple:
     """(p, m, v) of one matrix after a step, by the design's formulas, fp64; v (rows,), or (cols,) for a wide matrix."""
     rows, cols = p.shape
     m = momentum * m + (1 - momentum) * g
@@ -296,7 +326,9 @@ def test_normuon_follows_its_formula(label: str) -> None:
         p.grad = g.clone()
         optimizer.step(False)
         for i, g_i in enumerate(g.numpy().reshape(matrices) / 8):
-            expected[i], m[i], v[i] = normuon_reference(expected[i], g_i, m[i], v[i], 0.023 * optimizer.lr_mul, factors[i], optimizer.momentum)
+            expected[i], m[i], v[i] = normuon_reference(
+                expected[i], g_i, m[i], v[i], 0.023 * optimizer.lr_mul, factors[i], optimizer.momentum
+            )
         # As for Polar Express: 1000 · n · 2⁻⁵³, at a rate of 0.15 at most, over four steps
         assert np.abs(p.detach().numpy().reshape(matrices) - expected).max() <= 4 * 1000 * 64 * 2.0**-53
         assert p.grad is None
@@ -315,7 +347,9 @@ def test_normuon_decays_where_update_and_weight_agree_or_vanish() -> None:
 
 
 def h(**changes: int) -> Hyperparameters:
-    return Hyperparameters(**(dict(num_scheduled_iterations=4, num_extension_iterations=2, block_size=16, micro_batches=4) | changes))
+    return Hyperparameters(
+        **(dict(num_scheduled_iterations=4, num_extension_iterations=2, block_size=16, micro_batches=4) | changes)
+    )
 
 
 def add_gradients(model: nn.Module, step: int, micro_batches: range) -> None:
@@ -417,6 +451,17 @@ def test_transposes_in_place() -> None:
 STEPS, SPLIT = 6, 3  # of h(): Adam on 1, 3 and 5, the split after 3
 
 
+def try_to_shard() -> list[str]:
+    """The messages for parameters that two or four ranks cannot share."""
+    messages = []
+    for label, shape in (("ve0", (129, 16)), ("mlp", (3, 1, 64, 16))):
+        try:
+            NorMuonAndAdam([(label, nn.Parameter(torch.zeros(shape)))], {label: PARAM_TABLE[label]}, [label], [label])
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
 def train_rank(rank: int, world_size: int, dtype: torch.dtype = F64) -> dict:
     """Six steps on this rank's micro-batches: whole parameters and this rank's Adam state of head and embedding, after each."""
     model = tiny_gpt(dtype)
@@ -430,9 +475,19 @@ def train_rank(rank: int, world_size: int, dtype: torch.dtype = F64) -> dict:
         add_gradients(model, step, range(rank * share, (rank + 1) * share))
         manager.step_optimizers(step)
         params = {label: param.detach().clone() for label, param in model.named_parameters()}
-        state = {label: {k: v.clone() if isinstance(v, Tensor) else v for k, v in manager.optimizer.state[label].items()} for label in params}
-        history.append(dict(params=params, state=state, tied=manager.optimizer.tied, left=[label for label in params if getattr(model, label).grad is not None]))
-    return dict(history=history, split_step=manager.split_step)
+        state = {
+            label: {k: v.clone() if isinstance(v, Tensor) else v for k, v in manager.optimizer.state[label].items()}
+            for label in params
+        }
+        history.append(
+            dict(
+                params=params,
+                state=state,
+                tied=manager.optimizer.tied,
+                left=[label for label in params if getattr(model, label).grad is not None],
+            )
+        )
+    return dict(history=history, split_step=manager.split_step, refusals=try_to_shard())
 
 
 @pytest.fixture(scope="module")
@@ -537,28 +592,21 @@ def test_same_parameters_for_every_world_size(trained, world_size: int) -> None:
 def test_each_rank_keeps_the_state_of_its_share_alone(trained, world_size: int) -> None:
     for rank in trained(world_size):
         state = rank["history"][0]["state"]
-        assert len(state["attn"]["momentum_buffer"]) == 40 // world_size and len(state["mlp"]["momentum_buffer"]) == 24 // world_size
+        assert (
+            len(state["attn"]["momentum_buffer"]) == 40 // world_size
+            and len(state["mlp"]["momentum_buffer"]) == 24 // world_size
+        )
         for label, rows in (("ve0", 128), ("lm_head", 16), ("embed", 128)):
             assert len(state[label]["exp_avg"]) == rows // world_size
         assert state["scalars"]["exp_avg"].shape == (36,)
 
 
-def try_to_shard(rank: int, world_size: int) -> list[str]:
-    """The messages for parameters that two ranks cannot share, and then proof that the ranks are still together."""
-    messages = []
-    for label, shape in (("ve0", (129, 16)), ("mlp", (3, 1, 64, 16))):
-        try:
-            NorMuonAndAdam([(label, nn.Parameter(torch.zeros(shape)))], {label: PARAM_TABLE[label]}, [label], [label])
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_parameter_that_cannot_be_sharded_is_named(run_ranks) -> None:
-    for messages in run_ranks(2, try_to_shard):
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parameter_that_cannot_be_sharded_is_named(trained, world_size: int) -> None:
+    for messages in (rank["refusals"] for rank in trained(world_size)):
         assert len(messages) == 2
         for message, label, shape in zip(messages, ("ve0", "mlp"), ("(129, 16)", "(3, 1, 64, 16)")):
-            assert label in message and shape in message and "2 ranks" in message
+            assert label in message and shape in message and f"{world_size} ranks" in message
 
 
 # State
@@ -584,7 +632,11 @@ def test_state_makes_a_round_trip_exactly(dtype: torch.dtype) -> None:
     for (label, a), b in zip(first.model.named_parameters(), other_model.parameters()):
         assert torch.equal(a, b), label
         for name, value in first.optimizer.state[label].items():
-            same = torch.equal(value, other.optimizer.state[label][name]) if isinstance(value, Tensor) else value == other.optimizer.state[label][name]
+            same = (
+                torch.equal(value, other.optimizer.state[label][name])
+                if isinstance(value, Tensor)
+                else value == other.optimizer.state[label][name]
+            )
             assert same, (label, name)
 
 

@@ -42,7 +42,17 @@ MTP = {
     1764: (1,),
     1765: (1,),
 }
-MOMENTUM = {0: 0.85, 150: 0.90, 299: 0.85 + 0.1 * 299 / 300, 300: 0.95, 1000: 0.95, 1715: 0.95, 1716: 0.948, 1740: 0.90, 1764: 0.852}
+MOMENTUM = {
+    0: 0.85,
+    150: 0.90,
+    299: 0.85 + 0.1 * 299 / 300,
+    300: 0.95,
+    1000: 0.95,
+    1715: 0.95,
+    1716: 0.948,
+    1740: 0.90,
+    1764: 0.852,
+}
 # A handful of fp64 operations on numbers below 2.
 EXACT = dict(rel=1e-14, abs=1e-14)
 
@@ -57,7 +67,12 @@ def test_record_is_1725_steps_and_40() -> None:
 def test_batch_windows_and_yarn_follow_the_table(step: int) -> None:
     batch, short, long, yarn, _ = TABLE[step]
     s = step_schedule(step, H)
-    assert (s.batch_tokens, s.short_window, s.long_window, s.yarn_window) == (batch * UNIT, short * BLOCK, long * BLOCK, yarn * BLOCK)
+    assert (s.batch_tokens, s.short_window, s.long_window, s.yarn_window) == (
+        batch * UNIT,
+        short * BLOCK,
+        long * BLOCK,
+        yarn * BLOCK,
+    )
 
 
 @pytest.mark.parametrize("step", TABLE)
@@ -86,7 +101,9 @@ def test_momentum_warms_up_and_cools_down(step: int) -> None:
 
 def test_momentum_warm_up_has_precedence_over_its_cool_down() -> None:
     tiny = Hyperparameters(num_scheduled_iterations=12, num_extension_iterations=2)
-    assert [step_schedule(s, tiny).momentum for s in range(14)] == pytest.approx([0.85 + 0.1 * s / 300 for s in range(14)], **EXACT)
+    assert [step_schedule(s, tiny).momentum for s in range(14)] == pytest.approx(
+        [0.85 + 0.1 * s / 300 for s in range(14)], **EXACT
+    )
     overlap = Hyperparameters(num_scheduled_iterations=300, num_extension_iterations=20)  # cools down from 270, warms up to 300
     assert step_schedule(299, overlap).momentum == pytest.approx(0.85 + 0.1 * 299 / 300, **EXACT)
     assert step_schedule(300, overlap).momentum == pytest.approx(0.95 - 0.1 * 30 / 50, **EXACT)
@@ -115,7 +132,9 @@ def test_every_step_has_a_stage_for_any_number_of_steps() -> None:
 
 
 def small(**changes: int) -> Hyperparameters:
-    return Hyperparameters(**(dict(num_scheduled_iterations=12, num_extension_iterations=2, block_size=16, micro_batches=2) | changes))
+    return Hyperparameters(
+        **(dict(num_scheduled_iterations=12, num_extension_iterations=2, block_size=16, micro_batches=2) | changes)
+    )
 
 
 def yarn_of(model: GPT) -> tuple[float, torch.Tensor]:
@@ -209,7 +228,11 @@ def everything(manager: TrainingManager) -> dict[str, object]:
 def differences(a: dict[str, object], b: dict[str, object]) -> list[str]:
     """Names of what is not the same, bit for bit."""
     assert a.keys() == b.keys()
-    return [k for k in a if type(a[k]) is not type(b[k]) or not (torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k])]
+    return [
+        k
+        for k in a
+        if type(a[k]) is not type(b[k]) or not (torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k])
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
