@@ -152,8 +152,9 @@ class Hyperparameters:
 DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes",
     model_dim=128, num_heads=4, head_dim=32, dtype="float32", compile=False,
-    num_scheduled_iterations=290, num_extension_iterations=10, batch_unit=256, micro_batches=2, block_size=16,
-    val_every=100, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=300,
+    num_scheduled_iterations=230, num_extension_iterations=10, momentum_warmup=80,
+    batch_unit=96, micro_batches=2, block_size=16,
+    val_every=120, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=300,
 )  # fmt: skip
 PRESETS = {"record": {}, "demo": DEMO}
 
@@ -559,10 +560,15 @@ class NorMuonAndAdam:
                 beta1, beta2, config.eps, scalar(step_size), scalar(decay), grad_scale,
             )  # fmt: skip
         else:
-            normuon_update(
-                shard, state.get("mantissa"), grad, state["momentum_buffer"], state["second_moment"], self.matrix_lr_mul[label],
-                scalar(lr), scalar(config.weight_decay * config.wd_mul), scalar(self.momentum), config.beta2, grad_scale,
+            banks = (
+                shard, state.get("mantissa"), grad, state["momentum_buffer"], state["second_moment"], self.matrix_lr_mul[label]
             )  # fmt: skip
+            at_once = len(shard) if shard.is_cuda else 1  # on CPU one matrix at a time, which its cache holds
+            for i in range(0, len(shard), at_once):
+                normuon_update(
+                    *(bank if bank is None else bank[i : i + at_once] for bank in banks),
+                    scalar(lr), scalar(config.weight_decay * config.wd_mul), scalar(self.momentum), config.beta2, grad_scale,
+                )  # fmt: skip
 
     # Tied and split
 
