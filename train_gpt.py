@@ -1694,6 +1694,7 @@ def train(h: Hyperparameters, ranks: Ranks) -> None:
         log.write(f"sample, after a prompt from the validation shard:\n{prompt}⟫{text}", console=True)
     log.write(peak_memory(ranks.device), console=True)
     log.close()
+    ranks.agree(None)  # all leave together: a rank that is gone breaks the connections of those still at work
 
 
 def build(h: Hyperparameters, ranks: Ranks) -> tuple[GPT, TrainingManager]:
