@@ -262,11 +262,11 @@ def polar_express(G: Tensor) -> Tensor:
     held = torch.float32 if G.device.type == "cpu" and dtype == torch.bfloat16 else dtype
 
     def rounded(x: Tensor) -> Tensor:
-        """x in bf16, held in fp32 on CPU, whose units multiply nothing narrower."""
-        return x.to(dtype).to(held)
+        """x at the precision of dtype, in place; on CPU, whose units multiply nothing narrower, bf16 is held in fp32."""
+        return x if x.dtype == dtype else x.copy_(x.to(dtype))
 
     X = G.to(dtype)
-    X = rounded(X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6))
+    X = (X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)).to(held)
     tall = X.size(-2) > X.size(-1)
     for a, b, c in POLAR_EXPRESS_COEFFICIENTS:
         A = rounded(XTX(X) if tall else XXT(X))
@@ -316,6 +316,9 @@ def adam_update(
     update = exp_avg / (exp_avg_sq.sqrt() + eps) * step_size
     update = torch.where(update * wide > 0, update + decay * wide, update)
     p.copy_(wide - update)
+
+
+CPU_CACHE_ELEMENTS = 65_536  # matrices updated at once on CPU: what its cache holds, a few times over
 
 
 @compiled_on_cuda
@@ -563,7 +566,7 @@ class NorMuonAndAdam:
             banks = (
                 shard, state.get("mantissa"), grad, state["momentum_buffer"], state["second_moment"], self.matrix_lr_mul[label]
             )  # fmt: skip
-            at_once = len(shard) if shard.is_cuda else 1  # on CPU one matrix at a time, which its cache holds
+            at_once = len(shard) if shard.is_cuda else max(1, CPU_CACHE_ELEMENTS // shard[0].numel())
             for i in range(0, len(shard), at_once):
                 normuon_update(
                     *(bank if bank is None else bank[i : i + at_once] for bank in banks),

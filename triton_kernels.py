@@ -89,7 +89,7 @@ def _XTX_reference(X: Tensor, out: Tensor | None) -> Tensor:
 def _ba_plus_cAA_reference(A: Tensor, beta: float, alpha: float, out: Tensor | None) -> Tensor:
     wide = _operand(A)
     flat = wide.flatten(0, -3) if wide.ndim > 3 else wide.reshape(-1, *wide.shape[-2:])
-    return _store(torch.baddbmm(flat, flat, flat.mT, beta=beta, alpha=alpha).view_as(A), A.dtype, out)
+    return _store(torch.baddbmm(flat, flat, flat, beta=beta, alpha=alpha).view_as(A), A.dtype, out)
 
 
 def _aX_plus_BX_reference(X: Tensor, B: Tensor, a: float, right: bool) -> Tensor:
