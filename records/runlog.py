@@ -11,20 +11,18 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 
 MAX_BYTES = 1 << 30
-MAX_PROBLEMS = 5  # a log, before the rest is only counted
+MAX_PROBLEMS = 5  # named, in a log
 PER_RUN = ("run_id", "log_dir", "seed")  # settings in which runs of one experiment may differ
 
-NUMBER = rb"[-+]?(?:\d{1,9}(?:\.\d{1,20})?|nan|inf)"
-STEP_LINE = re.compile(
-    rb"^step:(\d{1,9})(?:/(\d{1,9}))?(?: val_loss:(" + NUMBER + rb"))?(?: train_loss:" + NUMBER + rb")?"
-    rb"(?: train_time:(\d{1,12}(?:\.\d{1,9})?)ms)?(?: step_avg:" + NUMBER + rb"ms)?[ \t]*\r?$",
-    re.MULTILINE,
+PLAIN_LINE = re.compile(
+    rb"^step:(\d{1,9})/(\d{1,9}) train_time:(\d{1,12})ms step_avg:(?:\d{1,9}(?:\.\d{1,9})?|nan)ms\r?\n", re.MULTILINE
 )
-# Lines of other logs: `s:250 tel:3.91`, `step 250/1765 | val loss 3.91 | train time 8.3 s`, fields missing or malformed.
+# With a validation loss, or of other logs: `s:250 tel:3.91`, `step 250/1765 | val loss 3.91 | train time 8.3 s`, and worse.
 LOOSE_LINE = re.compile(rb"^[ \t]*(?:step|s)(?::|[ \t]*=|[ \t]+(?=\d)).*$", re.MULTILINE)
 LOOSE_STEP = re.compile(rb"\s*\w+[ \t:=]+(\d{1,9})(?:\s*(?:/|of)\s*(\d{1,9}))?(?![\w.])")
 LOOSE_LOSS = re.compile(rb"(?:val(?:idation)?[_ ]?loss|\btel)[ \t:=]+([^\s|,;]{1,40})()")
@@ -54,7 +52,7 @@ class RunLog:
     path: Path
     sources: dict[str, bytes] = field(default_factory=dict)  # file name: its exact bytes, the script first; may be empty
     environment: str = ""
-    times: list[tuple[int, float]] = field(default_factory=list)  # (step, ms), steps ascending
+    times: dict[int, float] = field(default_factory=dict)  # step: ms
     validations: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, loss, ms or None)
     total: int | None = None  # steps of the whole run, if the step lines say so
     peak_memory: str = ""
@@ -142,7 +140,7 @@ def split_header(text: bytes, log: RunLog) -> int | None:
     start = text.find(b"\n") + 1 if opened else 0
     rules, ends = find_rules(text, start)
     if not ends:
-        if STEP_LINE.match(text, start) or LOOSE_LINE.match(text, start):
+        if LOOSE_LINE.match(text, start):
             log.problems.append("no sources, no environment: it begins with step lines")
             return start
         if re.search(rb"^(?:import|from|def|class) \w", text, re.MULTILINE):
@@ -154,7 +152,7 @@ def split_header(text: bytes, log: RunLog) -> int | None:
         return None
     if following := [rule for rule in rules if rule[0] >= end[1]]:
         environment_end, body = following[0]
-    elif line := STEP_LINE.search(text, end[1]):
+    elif line := LOOSE_LINE.search(text, end[1]):
         environment_end = body = line.start()
     else:
         environment_end, body = len(text), None
@@ -245,35 +243,36 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
             log.problems.append("its last line has no end (written to still, or cut): not read")
             body = whole + b"\n"
 
-    lines = STEP_LINE.findall(body)
-    if len(lines) < len(LOOSE_LINE.findall(body)):
-        lines = [loose_fields(match, text.count(b"\n", 0, start) + 1, log) for match in LOOSE_LINE.finditer(body)]
-    last, times = -1, {}
-    for step, total, loss, milliseconds in filter(None, lines):
-        step = int(step)
-        if step < last:
-            log.fault = f"step {step} comes after step {last}: more than one run in a log"
-            break
-        last = step
-        if total:
-            log.total = int(total)
-        if milliseconds != b"":
-            times[step] = float(milliseconds)
-        if loss != b"":
-            log.validations.append((step, float(loss), None if milliseconds == b"" else float(milliseconds)))
-    log.times = list(times.items())
-    if len(log.problems) > MAX_PROBLEMS:
-        log.problems[MAX_PROBLEMS:] = [f"and {len(log.problems) - MAX_PROBLEMS} more such lines"]
-    log.fault = log.fault or incomplete(log, last, body)
+    between = PLAIN_LINE.split(body)  # text, step, total, ms, text, …: nearly all text is empty
+    steps, totals, milliseconds = (between[i::4] for i in (1, 2, 3))
+    steps = [*map(int, steps)]
+    log.times = dict(zip(steps, map(float, milliseconds), strict=True))
+    order, done = [], 0
+    for i, others in enumerate(between[::4]):
+        for line in LOOSE_LINE.findall(others) if others else ():
+            if not (fields := read_line(line, text, log)):
+                continue
+            step, total, loss, time = fields
+            order += [*steps[done:i], step]
+            done = i
+            if total:
+                log.total = total
+            if time is not None:
+                log.times[step] = time
+            if loss is not None:
+                log.validations.append((step, loss, time))
+    order += steps[done:]
+    log.total = int(totals[-1]) if totals and log.total is None else log.total
+    back = order != sorted(order) and next((a, b) for a, b in pairwise(order) if b < a)
+    log.fault = (
+        f"step {back[1]} comes after step {back[0]}: more than one run in a log" if back else incomplete(log, order, body)
+    )
 
 
-def loose_fields(match: re.Match, first_line: int, log: RunLog) -> tuple | None:
-    """A step line of whatever format, as STEP_LINE's groups with numbers that float() takes; None if it tells no step."""
-    line = match[0]
-    if exact := STEP_LINE.match(line):
-        return exact.groups(b"")
+def read_line(line: bytes, text: bytes, log: RunLog) -> tuple[int, int | None, float | None, float | None] | None:
+    """Step, total, validation loss and milliseconds of a step line of whatever format; None if it tells no step."""
     step = LOOSE_STEP.match(line)
-    fields = [b"", b""]  # loss, milliseconds
+    fields: list[float | None] = [None, None]
     unreadable = [] if step else ["step"]
     for i, (what, pattern) in enumerate((("validation loss", LOOSE_LOSS), ("time", LOOSE_TIME))):
         if found := pattern.search(line):
@@ -281,14 +280,15 @@ def loose_fields(match: re.Match, first_line: int, log: RunLog) -> tuple | None:
                 fields[i] = float(found[1]) * (1000 if found[2] == b"s" else 1)
             except ValueError:
                 unreadable.append(what)
-    if unreadable:
-        number = first_line + match.string.count(b"\n", 0, match.start())
+    if unreadable and len(log.problems) < MAX_PROBLEMS:
+        number = text.count(b"\n", 0, text.find(line)) + 1
         log.problems.append(f"line {number}: no {' and no '.join(unreadable)} in {line[:60].decode('utf-8', 'replace')!r}")
-    return (step[1], step[2] or b"", *fields) if step else None
+    return (int(step[1]), int(step[2]) if step[2] else None, *fields) if step else None
 
 
-def incomplete(log: RunLog, last: int, body: bytes) -> str:
+def incomplete(log: RunLog, order: list[int], body: bytes) -> str:
     """Why the run is not complete, "" if it is: a finite validation loss at its last step."""
+    last = order[-1] if order else -1
     of_total = f"{last}/{log.total}" if log.total else f"{last}"
     for step, loss, _ in log.validations:
         if not isfinite(loss):
