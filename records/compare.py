@@ -66,11 +66,11 @@ def find_logs(argument: str) -> list[Path]:
     return [log for match in found for log in (find_logs(str(match)) if match.is_dir() else [match])]
 
 
-def gather(argument: str, name: str) -> Group:
-    """Read an argument's logs, and set aside what must not be averaged in. Raises InputError if no run is left."""
+def gather(name: str, *arguments: str) -> Group:
+    """Read the logs of arguments, and set aside what must not be averaged in. Raises InputError if no run is left."""
     group = Group(name)
     complete, seen = [], {}
-    for path in find_logs(argument):
+    for path in dict.fromkeys(log for argument in arguments for log in find_logs(argument)):
         log = read_log(path)
         content = (log.recipe, tuple(log.times.items()), tuple(log.validations))
         if log.fault:
@@ -82,7 +82,7 @@ def gather(argument: str, name: str) -> Group:
             complete.append(log)
     if not complete:
         reasons = "\n".join(f"  {log.path}: {reason}" for log, reason in group.aside)
-        raise InputError(f"{argument}: none of its {len(group.aside)} logs is a complete run:\n{reasons}")
+        raise InputError(f"{', '.join(arguments)}: none of {len(group.aside)} logs is a complete run:\n{reasons}")
     usual, _ = Counter(log.recipe for log in complete).most_common(1)[0]
     for log in complete:
         if log.recipe == usual:
@@ -394,7 +394,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="all figures as JSON, for programs")
     options = parser.parse_args(argv)
     try:
-        groups = [gather(*pair) for pair in zip(options.groups, short_names(options.groups), strict=True)]
+        groups = [gather(*pair) for pair in zip(short_names(options.groups), options.groups, strict=True)]
         if options.json:
             figures = [summary(group, groups[0] if i else None, options.target) for i, group in enumerate(groups)]
             changes = [
@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> None:
             from plot import draw
 
             draw(groups, options.target, options.plot)
-    except (InputError, OSError) as error:
+    except (InputError, OSError, ValueError) as error:
         raise SystemExit(f"compare.py: error: {error}") from None
     except ModuleNotFoundError as error:
         raise SystemExit(f"compare.py: error: {error}. Try: pip install -r records/requirements.txt") from None
