@@ -233,9 +233,10 @@ def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
 
 def read_steps(text: bytes, start: int, log: RunLog) -> None:
     """Fill in what the lines from `start` on say, and fault if that is not a complete run."""
-    end = text.find(b"\nsample, after a prompt", start)  # free text, in which anything may stand
+    before = max(start - 1, 0)  # the line break before the first
+    end = text.find(b"\nsample, after a prompt", before)  # free text, in which anything may stand
     body = text[start : len(text) if end < 0 else end + 1]
-    if (peak := text.rfind(b"\npeak memory", start)) >= 0:
+    if (peak := text.rfind(b"\npeak memory", before)) >= 0:
         log.peak_memory = text[peak + 1 :].partition(b"\n")[0].decode("utf-8", "replace").strip()
     if end < 0 and not body.endswith(b"\n"):
         whole, _, last = body.rpartition(b"\n")
