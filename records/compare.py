@@ -72,7 +72,7 @@ def gather(name: str, *arguments: str) -> Group:
     complete, seen = [], {}
     for path in dict.fromkeys(log for argument in arguments for log in find_logs(argument)):
         log = read_log(path)
-        content = (log.recipe, tuple(log.times.items()), tuple(log.validations))
+        content = (log.recipe, tuple(log.times.values()), tuple(log.validations))
         if log.fault:
             group.aside.append((log, log.fault))
         elif log.times and content in seen:
@@ -258,7 +258,7 @@ def needs(lack: str) -> str:
 
 def figure(value: float | None, form: str = ".2g") -> str:
     """A number for people; p-values by default. Nothing for what is undefined."""
-    return "" if value is None or math.isnan(value) else "<1e-9" if form == ".2g" and value < 1e-9 else f"{value:{form}}"
+    return "" if value is None or math.isnan(value) else f"{value:{form}}"
 
 
 # -----------------------------------------------------------------------------

@@ -101,8 +101,10 @@ def page(record: Record, records: dict[str, Record]) -> str:
     picture = "\n![losses and step times](comparison.png)\n" if (record.folder / "comparison.png").exists() else ""
     log = record.group.runs[0].path
     return (
-        f"# {record.folder.name}\n\n{record.description}\n\n{record.date}, {', '.join(record.contributors)}. Track: {record.track}.\n\n"
-        f"{grid}\n\n```\n{rest}\n```\n{picture}\nThe source: `python records/extract.py records/{record.folder.name}/{log} again`, "
+        f"# {record.folder.name}\n\n{record.description}\n\n"
+        f"{record.date}, {', '.join(record.contributors)}. Track: {record.track}.\n\n"
+        f"{grid}\n\n```\n{rest}\n```\n{picture}\n"
+        f"The source: `python records/extract.py records/{record.folder.name}/{log} again`, "
         f"then `./run.sh again/{next(iter(record.group.runs[0].sources), 'train_gpt.py')}`.\n"
     )
 

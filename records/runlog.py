@@ -9,8 +9,9 @@ import ast
 import re
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -146,7 +147,7 @@ def split_header(text: bytes, log: RunLog) -> int | None:
         if re.search(rb"^(?:import|from|def|class) \w", text, re.MULTILINE):
             log.fault = "cut short within its sources: no rule of = ends them"
         return None
-    end = first_whole(text, start, ends)
+    end = first_whole(text, start, ends, lambda sources: all(map(parses, split_sources(sources, "").values())))
     if end is None:
         log.fault = "cut short within its sources: no rule of = ends them, but within a string"
         return None
@@ -189,8 +190,8 @@ def find_rules(text: bytes, start: int) -> tuple[list[tuple[int, int]], list[tup
     return of_equals, of_equals
 
 
-def first_whole(text: bytes, start: int, ends: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """The first of `ends` up to which the text from `start` is whole Python: sources may hold lines like any of a log's.
+def first_whole(text: bytes, start: int, ends: list[tuple[int, int]], whole: Callable) -> tuple[int, int] | None:
+    """The first of `ends` up to which the text from `start` is whole(text): sources may hold lines like any of a log's.
 
     Exact for sources that this Python can parse: such a line stands in a string or a bracket there, so that what is before it
     does not parse. For others, the last end outside of triple quotes, by their count; None if there is none.
@@ -199,13 +200,20 @@ def first_whole(text: bytes, start: int, ends: list[tuple[int, int]]) -> tuple[i
     if len(ends) == 1 == len(outside):
         return ends[0]  # the usual log, at no cost
     for end in ends[:100]:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                compile(text[start : end[0]], "source", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        if whole(text[start : end[0]]):
             return end
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
     return outside[-1] if outside else None
+
+
+@lru_cache(maxsize=64)
+def parses(source: bytes) -> bool:
+    """Is it Python, to the last line?"""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(source, "source", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        return True
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
@@ -214,7 +222,7 @@ def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
     name, files, start = settings[1] if settings else "train_gpt.py", {}, 0
     spaced = environment.startswith("Running")  # the community's script puts empty lines around its banner
     while banners := [match.span() for match in BANNER.finditer(text, start)]:
-        banner = first_whole(text, start, banners)
+        banner = first_whole(text, start, banners, parses)
         if banner is None:
             break
         files[name] = text[start : banner[0]]
