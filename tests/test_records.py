@@ -69,9 +69,10 @@ def write_runs(folder, times, losses, steps=8, **parts):
 # Reading
 
 TRAPS = (
-    RULE, BANNER, "# triton_kernels.py", "Python 3.12", "Running Python 3.12", "step:1/2 val_loss:3.0 train_time:1ms step_avg:1ms",
-    "step:7/9 train_time:1ms step_avg:1.00ms", "sample, after a prompt from x:", "peak memory allocated: 7 MiB", "", "é ⟫", "\r",
-    make_log().decode(),
+    RULE, BANNER, "# triton_kernels.py", "Python 3.12", "Running Python 3.12",
+    "step:1/2 val_loss:3.0 train_time:1ms step_avg:1ms",
+    "step:7/9 train_time:1ms step_avg:1.00ms", "sample, after a prompt from x:", "peak memory allocated: 7 MiB",
+    "", "é ⟫", "\r", make_log().decode(),
 )  # fmt: skip
 STATEMENTS = ("x = 1", "import os", "# ----", "", "if x:\n    y = 2", 'q = \'"""\'')
 
@@ -302,7 +303,8 @@ def test_more_runs_reach_the_power_in_simulation():
     [
         ([90.0, 90.5, 90.2, 89.8], [3.270, 3.271, 3.272, 3.270], ["FASTER by 10", "BELOW 3.28"]),
         ([110.0, 110.5, 110.2, 109.8], [3.290, 3.291, 3.292, 3.290], ["SLOWER by 9", "ABOVE 3.28"]),
-        ([99.0, 101.0, 100.5, 98.0], [3.281, 3.279, 3.278, 3.280], ["not shown to be faster", "more of each would", "more would settle"]),
+        ([99.0, 101.0, 100.5, 98.0], [3.281, 3.279, 3.278, 3.280],
+         ["not shown to be faster", "more of each would", "more would settle"]),
         ([90.0], [3.27], ["faster by 10", "two runs of each", "below 3.28, but no test", "two runs at least"]),
         ([90.0, 90.5], [3.27, 3.27], ["below 3.28, but no test", "one seed?"]),
         ([99.0, 100.0], [3.282, 3.279], ["not below 3.28: no number of runs"]),
