@@ -15,7 +15,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).resolve()
 KERNELS = SCRIPT.with_name("triton_kernels.py")
-SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (SCRIPT, KERNELS)}
+SOURCES = {path.name: path.read_bytes().decode("utf-8") for path in (SCRIPT, KERNELS)}  # line breaks as they are
 
 import argparse
 import ctypes

@@ -1,0 +1,316 @@
+"""Training logs, read: bankrun's own and those of the speedrun community's public records.
+
+A log holds the sources of a run (a second file after a banner of dashes with its name), a rule of 100 =, the environment,
+another rule, then lines like `step:250/1765 val_loss:4.6145 train_time:8312ms step_avg:33.25ms`. Older logs differ in detail.
+Reading never raises for what a log holds: what is missing or malformed is said in RunLog.fault and RunLog.problems.
+"""
+
+import ast
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+
+MAX_BYTES = 1 << 30
+MAX_PROBLEMS = 5  # named, in a log
+PER_RUN = ("run_id", "log_dir", "seed")  # settings in which runs of one experiment may differ
+
+PLAIN_LINE = re.compile(
+    rb"^step:(\d{1,9})/(\d{1,9}) train_time:(\d{1,12})ms step_avg:(?:\d{1,9}(?:\.\d{1,9})?|nan)ms\r?\n", re.MULTILINE
+)
+# With a validation loss, or of other logs: `s:250 tel:3.91`, `step 250/1765 | val loss 3.91 | train time 8.3 s`, and worse.
+LOOSE_LINE = re.compile(rb"^[ \t]*(?:step|s)(?::|[ \t]*=|[ \t]+(?=\d)).*$", re.MULTILINE)
+LOOSE_STEP = re.compile(rb"\s*\w+[ \t:=]+(\d{1,9})(?:\s*(?:/|of)\s*(\d{1,9}))?(?![\w.])")
+LOOSE_LOSS = re.compile(rb"(?:val(?:idation)?[_ ]?loss|\btel)[ \t:=]+([^\s|,;]{1,40})()")
+LOOSE_TIME = re.compile(rb"(?:train[_ing]*[_ ]?)?time[ \t:=]+([^\s|,;]{1,40}?)[ \t]?(ms|s)?(?=[\s|,;]|$)")
+ERROR_LINE = re.compile(rb"^(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
+
+ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
+BANNER = re.compile(rb"\n-{40}\r?\n# *([^\n]{1,200}?)\r?\n-{40}\r?\n")
+FACTS = (
+    ("Python", r"^(?:Running )?Python (\S+)"),
+    ("PyTorch", r"(?i)\bPyTorch (\S+?),? (?:compiled for )?CUDA"),
+    ("CUDA", r"(?i)\bPyTorch \S+ (?:compiled for )?CUDA (\S+?),?(?:\s|$)"),
+    ("Triton", r"\bTriton (?:version )?(\S+)"),
+    ("driver", r"\bDriver Version: (\S+)"),
+    ("attention", r"^attention: (.+)"),
+    ("platform", r"^(.+), \d+ ranks$"),
+    ("ranks", r", (\d+) ranks$"),
+    ("CPU", r"^cpu: (.+)"),
+)
+GPU_NAMES = re.compile(r"Properties\(name='([^']+)'|^\|\s+\d+\s+(\S.+?)\s+(?:On|Off|N/A)?\s*\|", re.MULTILINE)
+
+
+@dataclass
+class RunLog:
+    """One log. Steps count from 1 after the first update; times are training time since the start, in milliseconds."""
+
+    path: Path
+    sources: dict[str, bytes] = field(default_factory=dict)  # file name: its exact bytes, the script first; may be empty
+    environment: str = ""
+    times: dict[int, float] = field(default_factory=dict)  # step: ms
+    validations: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, loss, ms or None)
+    total: int | None = None  # steps of the whole run, if the step lines say so
+    peak_memory: str = ""
+    fault: str = ""  # why this is not a complete run; empty: it is one
+    problems: list[str] = field(default_factory=list)  # what could not be read, and why
+
+    @property
+    def loss(self) -> float:
+        """The last validation's."""
+        return self.validations[-1][1]
+
+    @property
+    def seconds(self) -> float | None:
+        """Training time at the last validation."""
+        milliseconds = self.validations[-1][2]
+        return None if milliseconds is None else milliseconds / 1000
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """The options of the run, as Python expressions by name, from the environment's last line; empty in foreign logs."""
+        line = SETTINGS_LINE.search(self.environment)
+        if not line:
+            return {}
+        try:
+            call = ast.parse(line[2], mode="eval").body
+            return {keyword.arg or "**": ast.unparse(keyword.value) for keyword in call.keywords}
+        except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError):
+            return {"settings": line[2]}
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """The environment in comparable pieces: versions, devices, ranks; without times of day, temperatures and loads."""
+        found = {name: match[1] for name, pattern in FACTS if (match := re.search(pattern, self.environment, re.MULTILINE))}
+        gpus = Counter(a or b for a, b in GPU_NAMES.findall(self.environment))
+        if gpus:
+            found["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(gpus.items()))
+        return found
+
+    @property
+    def recipe(self) -> tuple:
+        """Equal for runs of one experiment: sources, settings but the seed and names, steps."""
+        settings = tuple((name, value) for name, value in self.settings.items() if name not in PER_RUN)
+        return tuple(self.sources.items()), settings, self.validations[-1][0] if self.validations else None
+
+
+SETTINGS_LINE = re.compile(r"^(\S+\.py) (\w+\(.*\))$", re.MULTILINE)
+
+
+def read_log(path: Path) -> RunLog:
+    """The log at `path`. Never raises for its content, nor for a file that cannot be read: fault says why."""
+    try:
+        if not path.is_file():
+            return RunLog(path, fault="not a file")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            return RunLog(path, fault=f"{size >> 20} MiB: too large for a log, not read")
+        return parse_log(path.read_bytes(), path)
+    except OSError as error:
+        return RunLog(path, fault=f"cannot be read: {error.strerror}")
+
+
+def parse_log(data: bytes, path: Path = Path("log")) -> RunLog:
+    """The log whose content is `data`; `path` is only its name."""
+    log = RunLog(path)
+    text, nul, _ = data.partition(b"\0")
+    if nul:
+        log.problems.append(f"read up to byte {len(text)}: there begin NUL bytes, which no text holds")
+    if not text.strip():
+        log.fault = "binary" if nul else "empty"
+        return log
+    body = split_header(text, log)
+    if body is not None:
+        read_steps(text, body, log)
+    elif not log.fault:
+        log.fault = "no log: neither sources that a rule of = ends nor step lines"
+    return log
+
+
+# -----------------------------------------------------------------------------
+# Header: sources and environment
+
+
+def split_header(text: bytes, log: RunLog) -> int | None:
+    """Fill in the log's sources and environment; where its step lines begin, None if it does not get so far."""
+    opened = text.startswith(b"=" * 20)  # the oldest logs open with a rule
+    start = text.find(b"\n") + 1 if opened else 0
+    rules, ends = find_rules(text, start)
+    if not ends:
+        if LOOSE_LINE.match(text, start):
+            log.problems.append("no sources, no environment: it begins with step lines")
+            return start
+        if re.search(rb"^(?:import|from|def|class) \w", text, re.MULTILINE):
+            log.fault = "cut short within its sources: no rule of = ends them"
+        return None
+    end = first_whole(text, start, ends, lambda sources: all(map(parses, split_sources(sources, "").values())))
+    if end is None:
+        log.fault = "cut short within its sources: no rule of = ends them, but within a string"
+        return None
+    if following := [rule for rule in rules if rule[0] >= end[1]]:
+        environment_end, body = following[0]
+    elif line := LOOSE_LINE.search(text, end[1]):
+        environment_end = body = line.start()
+    else:
+        environment_end, body = len(text), None
+        log.fault = "cut short within its environment: no rule ends it, no step line follows"
+    log.environment = text[end[1] : environment_end].decode("utf-8", "replace").strip("\r\n")
+    sources = text[start : end[0]]
+    modern = re.match(r"(?:Running )?Python\b", log.environment)
+    if not opened and (modern or sources.endswith(b"\n\n")):
+        sources = sources[:-1]  # print() ended it, with a line break that is not its own
+    log.sources = split_sources(sources, log.environment)
+    if not log.sources:
+        log.problems.append("no sources: nothing stands before the environment")
+    return body
+
+
+def find_rules(text: bytes, start: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(start, end with its line break) of the lines that one character fills, and which of them may end the sources.
+
+    An environment follows those. Where none does, every rule of = may; other characters' may be comments of the sources.
+    """
+    of_equals = []
+    for character in (b"=", b"-", b"*", b"#", b"_", b"~"):
+        rules, at = [], max(start - 1, 0)
+        while (at := text.find(b"\n" + character * 50, at)) >= 0:
+            line_break = text.find(b"\n", at + 1)
+            line_end = len(text) if line_break < 0 else line_break
+            if not text[at + 1 : line_end].strip(character + b" \t\r"):
+                rules.append((at + 1, min(line_end + 1, len(text))))
+            at = line_end
+        if ends := [rule for rule in rules if ENVIRONMENT.match(text, rule[1])]:
+            return rules, ends
+        if character == b"=":
+            of_equals = rules
+    return of_equals, of_equals
+
+
+def first_whole(text: bytes, start: int, ends: list[tuple[int, int]], whole: Callable) -> tuple[int, int] | None:
+    """The first of `ends` up to which the text from `start` is whole(text): sources may hold lines like any of a log's.
+
+    Exact for sources that this Python can parse: such a line stands in a string or a bracket there, so that what is before it
+    does not parse. For others, the last end outside of triple quotes, by their count; None if there is none.
+    """
+    outside = [end for end in ends if all(text.count(quotes, start, end[0]) % 2 == 0 for quotes in (b"'''", b'"""'))]
+    if len(ends) == 1 == len(outside):
+        return ends[0]  # the usual log, at no cost
+    for end in ends[:100]:
+        if whole(text[start : end[0]]):
+            return end
+    return outside[-1] if outside else None
+
+
+@lru_cache(maxsize=64)
+def parses(source: bytes) -> bool:
+    """Is it Python, to the last line?"""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(source, "source", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        return True
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
+    """The files that banners join, by name. The environment's last line names the first; train_gpt.py where it does not."""
+    settings = SETTINGS_LINE.search(environment)
+    name, files, start = settings[1] if settings else "train_gpt.py", {}, 0
+    spaced = environment.startswith("Running")  # the community's script puts empty lines around its banner
+    while banners := [match.span() for match in BANNER.finditer(text, start)]:
+        banner = first_whole(text, start, banners, parses)
+        if banner is None:
+            break
+        files[name] = text[start : banner[0]]
+        if spaced:
+            files[name] = files[name].removesuffix(b"\n")
+        name = BANNER.match(text, banner[0])[1].decode("utf-8", "replace")
+        start = banner[1]
+        if spaced and text.startswith(b"\n", start):
+            start += 1
+    return {**files, name: text[start:]} if text.strip() else {}
+
+
+# -----------------------------------------------------------------------------
+# Step lines
+
+
+def read_steps(text: bytes, start: int, log: RunLog) -> None:
+    """Fill in what the lines from `start` on say, and fault if that is not a complete run."""
+    before = max(start - 1, 0)  # the line break before the first
+    end = text.find(b"\nsample, after a prompt", before)  # free text, in which anything may stand
+    body = text[start : len(text) if end < 0 else end + 1]
+    if (peak := text.rfind(b"\npeak memory", before)) >= 0:
+        log.peak_memory = text[peak + 1 :].partition(b"\n")[0].decode("utf-8", "replace").strip()
+    if end < 0 and not body.endswith(b"\n"):
+        whole, _, last = body.rpartition(b"\n")
+        if last and not last.endswith(b"ms"):
+            log.problems.append("its last line has no end (written to still, or cut): not read")
+            body = whole + b"\n"
+
+    between = PLAIN_LINE.split(body)  # text, step, total, ms, text, …: nearly all text is empty
+    steps, totals, milliseconds = (between[i::4] for i in (1, 2, 3))
+    steps = [*map(int, steps)]
+    log.times = dict(zip(steps, map(float, milliseconds), strict=True))
+    order, done = [], 0
+    for i, others in enumerate(between[::4]):
+        for line in LOOSE_LINE.findall(others) if others else ():
+            if not (fields := read_line(line, text, log)):
+                continue
+            step, total, loss, time = fields
+            order += [*steps[done:i], step]
+            done = i
+            if total:
+                log.total = total
+            if time is not None:
+                log.times[step] = time
+            if loss is not None:
+                log.validations.append((step, loss, time))
+    order += steps[done:]
+    log.total = int(totals[-1]) if totals and log.total is None else log.total
+    back = order != sorted(order) and next((a, b) for a, b in pairwise(order) if b < a)
+    log.fault = (
+        f"step {back[1]} comes after step {back[0]}: more than one run in a log" if back else incomplete(log, order, body)
+    )
+
+
+def read_line(line: bytes, text: bytes, log: RunLog) -> tuple[int, int | None, float | None, float | None] | None:
+    """Step, total, validation loss and milliseconds of a step line of whatever format; None if it tells no step."""
+    step = LOOSE_STEP.match(line)
+    fields: list[float | None] = [None, None]
+    unreadable = [] if step else ["step"]
+    for i, (what, pattern) in enumerate((("validation loss", LOOSE_LOSS), ("time", LOOSE_TIME))):
+        if found := pattern.search(line):
+            try:
+                fields[i] = float(found[1]) * (1000 if found[2] == b"s" else 1)
+            except ValueError:
+                unreadable.append(what)
+    if unreadable and len(log.problems) < MAX_PROBLEMS:
+        number = text.count(b"\n", 0, text.find(line)) + 1
+        log.problems.append(f"line {number}: no {' and no '.join(unreadable)} in {line[:60].decode('utf-8', 'replace')!r}")
+    return (int(step[1]), int(step[2]) if step[2] else None, *fields) if step else None
+
+
+def incomplete(log: RunLog, order: list[int], body: bytes) -> str:
+    """Why the run is not complete, "" if it is: a finite validation loss at its last step."""
+    last = order[-1] if order else -1
+    of_total = f"{last}/{log.total}" if log.total else f"{last}"
+    for step, loss, _ in log.validations:
+        if not isfinite(loss):
+            return f"crashed: the validation loss is {loss} at step {step}"
+    if last < 0:
+        return "cut short before its first step"
+    validated = log.validations[-1][0] if log.validations else -1
+    if validated == last and log.total in (None, last):
+        if log.total is None:
+            log.problems.append(f"its lines tell no total of steps: taken as complete at step {last}")
+        return ""
+    if errors := ERROR_LINE.findall(body):
+        return f"crashed at step {of_total}: {errors[-1][:120].decode('utf-8', 'replace').strip()}"
+    if log.total is not None and last < log.total:
+        return f"cut short at step {of_total}"
+    return f"cut short at step {of_total}: no validation loss there"
