@@ -9,13 +9,17 @@ with two exceptions that mirror what matrix units do: a product of bf16 or FP8 o
 once, and the loss is computed in fp32 or better.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # -----------------------------------------------------------------------------
 # Choosing by device
@@ -34,8 +38,30 @@ def kernel(name: str, device_type: str) -> Callable[[Callable], Callable]:
 
 
 def kernel_for(name: str, tensor: Tensor) -> Callable:
-    """The kernel registered as `name` for the device of `tensor`, or the reference."""
-    return _KERNELS.get((name, tensor.device.type)) or _REFERENCES[name]
+    """The kernel registered as `name` for the device of `tensor`, or the reference; matrix units have no fp64 to speak of."""
+    registered = None if tensor.dtype == torch.float64 else _KERNELS.get((name, tensor.device.type))
+    return registered or _REFERENCES[name]
+
+
+class Chip(NamedTuple):
+    """What a launch depends on."""
+
+    processors: int  # streaming multiprocessors
+    shared_memory: int  # bytes that one block may have
+
+
+@functools.cache
+def chip(device: torch.device) -> Chip:
+    """The chip of a CUDA device; an H100 for tensors that are on none, which tests compile and interpret kernels with."""
+    if device.type != "cuda":
+        return Chip(132, 232448)
+    found = torch.cuda.get_device_properties(device)
+    return Chip(found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: int, num_stages: int = 1, **constants) -> None:
+    """The one place where a kernel starts, so that tests and benchmarks see what is launched."""
+    kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -97,6 +123,136 @@ def _aX_plus_BX_reference(X: Tensor, B: Tensor, a: float, right: bool) -> Tensor
     return (torch.baddbmm(wide, wide, square, beta=a) if right else torch.baddbmm(wide, square, wide, beta=a)).to(X.dtype)
 
 
+# One configuration for every chip and shape: 96 KB of shared memory, so two blocks on an H100 and one on an RTX 4090.
+# Smaller tiles would fill more of the chip with the few matrices of a rank of 8, but read so much more from L2 that they lose.
+_PRODUCT = dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def _load_tile(matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(ROWS, COLS) at (row, col) of a contiguous (rows, cols) matrix, zero outside: neighbouring threads read one row."""
+    r, c = row + tl.arange(0, ROWS)[:, None], col + tl.arange(0, COLS)[None, :]
+    return tl.load(matrix + r.to(tl.int64) * cols + c, mask=(r < rows) & (c < cols), other=0.0)
+
+
+@triton.jit
+def _store_tile(matrix, tile, row, col, rows, cols):
+    r, c = row + tl.arange(0, tile.shape[0])[:, None], col + tl.arange(0, tile.shape[1])[None, :]
+    tl.store(matrix + r.to(tl.int64) * cols + c, tile.to(matrix.dtype.element_ty), mask=(r < rows) & (c < cols))
+
+
+@triton.jit
+def _product_kernel(
+    L, R, C, out,  # left factor, right factor, addend, result: contiguous stacks of matrices
+    M, N, K,  # out and C are (batch, M, N)
+    alpha, beta,
+    L_TRANSPOSED: tl.constexpr,  # L lies in memory as (K, M), else (M, K)
+    R_TRANSPOSED: tl.constexpr,  # R lies in memory as (N, K), else (K, N)
+    SYMMETRIC: tl.constexpr,  # out is symmetric: compute the tiles on and below the diagonal, store each twice
+    ADDEND: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out = alpha · L R + beta · C, one program a tile. A transposed factor is loaded along its rows and turned on the chip."""
+    tile, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if SYMMETRIC:
+        i = 0
+        while (i + 1) * (i + 2) // 2 <= tile:  # row i of the triangle begins at tile i(i + 1)/2
+            i += 1
+        j = tile - i * (i + 1) // 2
+    else:
+        i, j = tile // tl.cdiv(N, BLOCK), tile % tl.cdiv(N, BLOCK)
+    row, col = i * BLOCK, j * BLOCK
+    L += matrix * M * K
+    R += matrix * N * K
+    C += matrix * M * N
+    out += matrix * M * N
+
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if L_TRANSPOSED:
+            left = _load_tile(L, k, row, K, M, BLOCK_K, BLOCK).T
+        else:
+            left = _load_tile(L, row, k, M, K, BLOCK, BLOCK_K)
+        if R_TRANSPOSED:
+            right = _load_tile(R, col, k, N, K, BLOCK, BLOCK_K).T
+        else:
+            right = _load_tile(R, k, col, K, N, BLOCK_K, BLOCK)
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    acc *= alpha
+    if ADDEND:
+        acc += beta * _load_tile(C, row, col, M, N, BLOCK, BLOCK).to(tl.float32)
+    result = acc.to(out.dtype.element_ty)
+    _store_tile(out, result, row, col, M, N)
+    if SYMMETRIC:
+        if i != j:
+            _store_tile(out, result.T, col, row, N, M)
+
+
+def _product(
+    L: Tensor, R: Tensor, C: Tensor | None, out: Tensor, alpha: float, beta: float,
+    L_transposed: bool = False, R_transposed: bool = False, symmetric: bool = False,
+) -> Tensor:  # fmt: skip
+    """alpha · op(L) op(R) + beta · C into out, all (..., rows, cols); out may be none of the others."""
+    M, N = out.shape[-2:]
+    K = L.size(-2 if L_transposed else -1)
+    rows, cols = triton.cdiv(M, _PRODUCT["BLOCK"]), triton.cdiv(N, _PRODUCT["BLOCK"])
+    L, R, C = L.contiguous(), R.contiguous(), L if C is None else C.contiguous()
+    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    launch(
+        _product_kernel, (rows * (rows + 1) // 2 if symmetric else rows * cols, out[..., 0, 0].numel()),
+        L, R, C, target, M, N, K, alpha, beta,
+        L_TRANSPOSED=L_transposed, R_TRANSPOSED=R_transposed, SYMMETRIC=symmetric, ADDEND=beta != 0, **_PRODUCT,
+    )  # fmt: skip
+    return out if target is out else out.copy_(target)
+
+
+@torch.library.custom_op("bankrun::gram", mutates_args=())
+def gram_op(X: Tensor, tall: bool) -> Tensor:
+    """Xᵀ X if tall, else X Xᵀ: one opaque node of a compiled graph."""
+    n = X.size(-1 if tall else -2)
+    return _product(X, X, None, X.new_empty(*X.shape[:-2], n, n), 1.0, 0.0, tall, not tall, symmetric=True)
+
+
+@gram_op.register_fake
+def _(X, tall):
+    n = X.size(-1 if tall else -2)
+    return X.new_empty(*X.shape[:-2], n, n)
+
+
+@torch.library.custom_op("bankrun::multiply_add", mutates_args=())
+def multiply_add_op(L: Tensor, R: Tensor, C: Tensor, alpha: float, beta: float, symmetric: bool) -> Tensor:
+    """alpha · L R + beta · C; symmetric says that L = R, and they and C are symmetric."""
+    return _product(L, R, C, C.new_empty(C.shape), alpha, beta, R_transposed=symmetric, symmetric=symmetric)
+
+
+@multiply_add_op.register_fake
+def _(L, R, C, alpha, beta, symmetric):
+    return C.new_empty(C.shape)
+
+
+@kernel("XXT", "cuda")
+def _XXT_cuda(X: Tensor, out: Tensor | None) -> Tensor:
+    return gram_op(X, False) if out is None else _product(X, X, None, out, 1.0, 0.0, R_transposed=True, symmetric=True)
+
+
+@kernel("XTX", "cuda")
+def _XTX_cuda(X: Tensor, out: Tensor | None) -> Tensor:
+    return gram_op(X, True) if out is None else _product(X, X, None, out, 1.0, 0.0, L_transposed=True, symmetric=True)
+
+
+@kernel("ba_plus_cAA", "cuda")
+def _ba_plus_cAA_cuda(A: Tensor, beta: float, alpha: float, out: Tensor | None) -> Tensor:
+    if out is None:
+        return multiply_add_op(A, A, A, alpha, beta, True)
+    return _product(A, A, A, out, alpha, beta, R_transposed=True, symmetric=True)
+
+
+@kernel("aX_plus_BX", "cuda")
+def _aX_plus_BX_cuda(X: Tensor, B: Tensor, a: float, right: bool) -> Tensor:
+    """Not baddbmm: that copies X into its result before it multiplies."""
+    return multiply_add_op(X, B, X, 1.0, a, False) if right else multiply_add_op(B, X, X, 1.0, a, False)
+
+
 # -----------------------------------------------------------------------------
 # MLP with a squared ReLU
 
@@ -124,6 +280,115 @@ class _ReluSquaredMLP(torch.autograd.Function):
         grad_W_proj = (r * r).mT @ grad
         grad_h = (grad @ (2 * W_proj).mT).mul_(r)  # d relu(h)² = 2 relu(h)
         return grad_h @ W_fc, grad_h.mT @ x, grad_W_proj
+
+
+# Chips with 227 KB of shared memory a block (H100, H200, B200) also have the tensor memory accelerator, TMA, that copies whole
+# tiles by descriptor; the others (A100: 163 KB, RTX 4090: 99 KB) load by pointers.
+_LARGE = dict(TMA=True, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=4)
+_SMALL = dict(TMA=False, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=4)
+
+
+@triton.jit
+def _read(matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    if TMA:
+        tile = matrix.load([row, col])
+    else:
+        tile = _load_tile(matrix, row, col, rows, cols, ROWS, COLS)
+    return tile
+
+
+@triton.jit
+def _relu_squared_kernel(
+    x, w, activation, out,  # (M, K), (N, K), (M, N), (M, N): tensor descriptors if TMA, else pointers
+    M, N, K,
+    BACKWARD: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out = relu(x wᵀ)² forward; out = x wᵀ · 2√activation backward. Each program takes every num_programs-th tile.
+
+    Programs that run side by side share rows of x, and all of w stays in L2.
+    """
+    HALF: tl.constexpr = BLOCK_N // 2
+    across = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+        row, col = tile // across * BLOCK_M, tile % across * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            rows = _read(x, row, k, M, K, BLOCK_M, BLOCK_K, TMA)
+            acc = tl.dot(rows, _read(w, col, k, N, K, BLOCK_N, BLOCK_K, TMA).T, acc, input_precision="ieee")
+        halves = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        for half in tl.static_range(2):  # one after the other, so that registers and shared memory hold half a tile at a time
+            result, at = halves[half], col + half * HALF
+            if BACKWARD:
+                result *= 2 * tl.sqrt(_read(activation, row, at, M, N, BLOCK_M, HALF, TMA).to(tl.float32))
+            else:
+                result = tl.where(result < 0, 0.0, result)  # NaN stays
+                result *= result
+            if TMA:
+                out.store([row, at], result.to(out.dtype))
+            else:
+                _store_tile(out, result, row, at, M, N)
+
+
+def _relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tensor:
+    """(M, N): relu(x wᵀ)², or x wᵀ · 2√activation where an activation is given. x (M, K), w (N, K), one dtype."""
+    (M, K), N = x.shape, w.size(0)
+    out = x.new_empty(M, N)
+    of_chip = chip(x.device)
+    config = _LARGE if of_chip.shared_memory >= 232448 else _SMALL
+    m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+
+    def tiles(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor | Tensor:
+        return TensorDescriptor.from_tensor(matrix.contiguous(), [rows, cols]) if config["TMA"] else matrix.contiguous()
+
+    result = tiles(out, m, n // 2)
+    launch(
+        _relu_squared_kernel, (min(of_chip.processors, triton.cdiv(M, m) * triton.cdiv(N, n)),),
+        tiles(x, m, k), tiles(w, n, k), result if activation is None else tiles(activation, m, n // 2), result,
+        M, N, K, BACKWARD=activation is not None, **config,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("bankrun::relu_squared", mutates_args=())
+def relu_squared_op(x: Tensor, w: Tensor) -> Tensor:
+    """relu(x wᵀ)²"""
+    return _relu_squared(x, w, None)
+
+
+@torch.library.custom_op("bankrun::relu_squared_backward", mutates_args=())
+def relu_squared_backward_op(grad: Tensor, W_proj: Tensor, activation: Tensor) -> Tensor:
+    """The gradient of x W_fcᵀ: grad W_projᵀ · 2√activation"""
+    return _relu_squared(grad, W_proj, activation)
+
+
+@relu_squared_op.register_fake
+@relu_squared_backward_op.register_fake
+def _(x, w, activation=None):
+    return x.new_empty(x.size(0), w.size(0))
+
+
+class _FusedReluSquaredMLP(torch.autograd.Function):
+    """Saves the activation a = relu(x W_fcᵀ)² alone, and rebuilds the slope 2 relu(x W_fcᵀ) = 2√a from it.
+
+    An element of the hidden layer so moves 14 bytes: write a, read a; backward read a, write grad_h, and a once and grad_h
+    twice as operands. Saving relu(x W_fcᵀ) too would move 16; saving it instead of a, 14 as well, but two products would have
+    to square an operand on its way to the matrix units. A root halves relative errors, so √a is as exact as what it replaces.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
+        activation = relu_squared_op(x, W_fc)  # (tokens, hidden)
+        ctx.save_for_backward(x, W_fc, W_proj, activation)
+        return activation @ W_proj
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, W_fc, W_proj, activation = ctx.saved_tensors
+        grad_h = relu_squared_backward_op(grad, W_proj, activation)
+        return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
+
+
+kernel("relu_squared_mlp", "cuda")(_FusedReluSquaredMLP.apply)
 
 
 # -----------------------------------------------------------------------------
