@@ -408,23 +408,73 @@ def _quantize_fp8_reference(x: Tensor, scale: float, dtype: torch.dtype) -> Tens
     return (_wide(x) * (1 / scale)).clamp_(-limit, limit).to(dtype)
 
 
-def fp8_matmul(a: Tensor, b: Tensor, scale: float, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def quantize_fp8_both(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """quantize_fp8(x) and its transpose, both contiguous: FP8 products want their operands contiguous along the summed
+    dimension, and x (rows, cols) is summed over its columns in one product and over its rows in another."""
+    return kernel_for("quantize_fp8_both", x)(x, scale, dtype)
+
+
+def _quantize_fp8_both_reference(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    q = quantize_fp8(x, scale, dtype)
+    return q, q.mT.contiguous()
+
+
+_QUANTIZE = dict(BLOCK=128, num_warps=8)  # tiles whose rows and columns are whole lines of 128 bytes in FP8
+
+
+@triton.jit
+def _quantize_kernel(x, q, q_t, rows, cols, inverse_scale, limit, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+    """q (rows, cols) and, if BOTH, q_t (cols, rows): x · inverse_scale within ±limit, NaN kept. One program a tile."""
+    across = tl.cdiv(cols, BLOCK)
+    row, col = tl.program_id(0) // across * BLOCK, tl.program_id(0) % across * BLOCK
+    tile = _load_tile(x, row, col, rows, cols, BLOCK, BLOCK).to(tl.float32) * inverse_scale
+    tile = tl.where(tile > limit, limit, tl.where(tile < -limit, -limit, tile)).to(q.dtype.element_ty)
+    _store_tile(q, tile, row, col, rows, cols)
+    if BOTH:
+        _store_tile(q_t, tile.T, col, row, cols, rows)
+
+
+def _quantize(x: Tensor, scale: float, limit: float, q: Tensor, q_t: Tensor | None) -> None:
+    cols = x.size(-1)
+    rows = x.numel() // cols
+    launch(
+        _quantize_kernel, (triton.cdiv(rows, _QUANTIZE["BLOCK"]) * triton.cdiv(cols, _QUANTIZE["BLOCK"]),),
+        x.contiguous(), q, q if q_t is None else q_t, rows, cols, 1 / scale, limit, BOTH=q_t is not None, **_QUANTIZE,
+    )  # fmt: skip
+
+
+@kernel("quantize_fp8", "cuda")
+def _quantize_fp8_cuda(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    q = torch.empty(x.shape, device=x.device, dtype=dtype)
+    _quantize(x, scale, torch.finfo(dtype).max, q, None)
+    return q
+
+
+@kernel("quantize_fp8_both", "cuda")
+def _quantize_fp8_both_cuda(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    q, q_t = (torch.empty(shape, device=x.device, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
+    _quantize(x, scale, torch.finfo(dtype).max, q, q_t)
+    return q, q_t
+
+
+def fp8_matmul(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """scale · a @ b for FP8 operands, accumulated in fp32 (fp64 if out_dtype is fp64).
 
     a (m, k) FP8; b (k, n) FP8, in either memory order; result (m, n) in out_dtype. fast_accum lets the matrix units keep
     fewer bits of the running sum, which costs the forward nothing that can be measured and is not done in the backward.
+    scale: a number, or a 0-dim tensor on a's device, which nobody has to wait for.
     """
     return kernel_for("fp8_matmul", a)(a, b, scale, out_dtype, fast_accum)
 
 
-def _fp8_matmul_reference(a: Tensor, b: Tensor, scale: float, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _fp8_matmul_reference(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     # Products of two FP8 numbers are exact in fp32, so that widening first changes nothing but the speed.
     wide = torch.promote_types(out_dtype, torch.float32)
     return (a.to(wide) @ b.to(wide)).mul_(scale).to(out_dtype)
 
 
 @kernel("fp8_matmul", "cuda")
-def _fp8_matmul_cuda(a: Tensor, b: Tensor, scale: float, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _fp8_matmul_cuda(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """cuBLASLt wants a by rows and b by columns: both contiguous along k."""
     if b.stride(0) != 1:
         b = b.mT.contiguous().mT
@@ -481,6 +531,210 @@ class _SoftcappedCrossEntropy(torch.autograd.Function):
         grad_z = (z - lse[:, None]).exp_().mul_(weights.sum(1, keepdim=True)).scatter_add_(1, index, -weights)
         slope = z * (1 - z * (1 / SOFTCAP))  # SOFTCAP_SCALE · dz/dlogits: z = 23σ and dσ = σ(1 − σ)
         return grad_z.mul_(slope).mul_(grad / SOFTCAP_SCALE).to(ctx.dtype), None, None
+
+
+def loss_and_fp8_gradient(
+    logits: Tensor, targets: Tensor, mtp_weights: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """softcapped_cross_entropy with its gradient already as the backward products want it.
+
+    Returns the loss; its gradient in the logits, divided by scale, in FP8 (T, vocab); and the same transposed (vocab, T).
+    The gradient is that of the loss itself: whatever number comes in from behind multiplies the scales of the products.
+    """
+    return kernel_for("loss_and_fp8_gradient", logits)(logits, targets, mtp_weights, scale, dtype)
+
+
+def _loss_and_fp8_gradient_reference(logits, targets, mtp_weights, scale, dtype):
+    with torch.enable_grad():
+        logits = _wide(logits.detach()).requires_grad_()
+        loss = _SoftcappedCrossEntropy.apply(logits, targets, mtp_weights)
+        (grad,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), *_quantize_fp8_both_reference(grad, scale, dtype)
+
+
+# The loss on a GPU. A row of 50304 logits must be summed before its first gradient is known; what lies between is the trick.
+# Work comes in items of ROWS rows times WIDTH columns, of two kinds: "sum" adds up exp z over an item, "gradient" reads the
+# item again and writes its gradient in both layouts. Programs draw items from one counter, a strip of ROWS rows after the
+# other, the sums of a strip AHEAD strips before its gradients. So a gradient finds its sums long done, and its logits, 6.4 MB
+# a strip, still in L2: of the 11 bytes a logit that separate kernels move, memory sees one read of 2 bytes and two writes
+# of 1. Sums are drawn before the gradients that wait for them, so some running program always can go on: no deadlock, however
+# many programs the chip holds. 64 rows make 64 contiguous bytes, two sectors, in the transposed layout; more would leave L2.
+_LOSS = dict(ROWS=64, WIDTH=1024, BLOCK=64, AHEAD=3, num_warps=8)
+_CAP, _CAP_SHIFT, _CAP_SCALE = tl.constexpr(SOFTCAP), tl.constexpr(SOFTCAP_SHIFT), tl.constexpr(SOFTCAP_SCALE)
+
+
+@triton.jit
+def _softcap(logit):
+    """z in 0 .. 23: exp z needs no maximum to be subtracted first, a whole row of them sums to less than 1e15."""
+    return _CAP / (1 + tl.exp((logit.to(tl.float32) + _CAP_SHIFT) * (-1 / _CAP_SCALE)))
+
+
+@triton.jit
+def _sum_item(
+    logits, targets, weights, lse, row_loss, partial, done, T, V, strip, part, parts,
+    K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σ exp z of one item; whoever is last in a strip adds the items up, in order, and finishes its rows."""
+    lane = tl.arange(0, ROWS)
+    row = strip * ROWS + lane
+    start = logits + row.to(tl.int64) * V
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for col in tl.range(part * WIDTH, tl.minimum((part + 1) * WIDTH, V), BLOCK, num_stages=2):
+        c = (col + tl.arange(0, BLOCK))[None, :]
+        z = _softcap(tl.load(start[:, None] + c, mask=(row < T)[:, None] & (c < V), other=0.0))
+        sums += tl.where(c < V, tl.exp(z), 0.0)
+    strip_sums = partial + strip * parts * ROWS + lane
+    tl.store(strip_sums + part * ROWS, tl.sum(sums, 1))
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(done + strip, 1, sem="acq_rel") == parts - 1:
+        total = tl.zeros((ROWS,), tl.float32)
+        for p in range(parts):
+            total += tl.load(strip_sums + p * ROWS)
+        log_total = tl.log(total)
+        loss = tl.zeros((ROWS,), tl.float32)
+        for k in tl.static_range(K):
+            exists = row + k < T
+            target = tl.load(targets + row + k, mask=exists, other=0)
+            z = _softcap(tl.load(start + target, mask=exists, other=0.0))
+            loss += tl.where(exists, tl.load(weights + k) * (log_total - z), 0.0)
+        tl.store(lse + row, log_total, mask=row < T)
+        tl.store(row_loss + row, loss, mask=row < T)
+        tl.debug_barrier()
+        tl.atomic_add(done + strip, 1, sem="release")
+
+
+@triton.jit
+def _gradient_item(
+    logits, targets, weights, lse, grad, grad_t, T, V, strip, part, inverse_scale,
+    K: tl.constexpr, BOTH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """((Σ_k w_k) softmax(z) − Σ_k w_k onehot(target_k)) · dz/dlogit · inverse_scale of one item."""
+    row = strip * ROWS + tl.arange(0, ROWS)
+    offset = row.to(tl.int64) * V
+    log_total = tl.load(lse + row, mask=row < T, other=0.0)
+    weight = tl.zeros((ROWS,), tl.float32)
+    terms = ()  # of each k: targets (ROWS,), −1 beyond the end, and w_k
+    for k in tl.static_range(K):
+        w = tl.load(weights + k)
+        weight += tl.where(row + k < T, w, 0.0)
+        terms += ((tl.load(targets + row + k, mask=row + k < T, other=-1).to(tl.int32), w),)
+    for col in tl.range(part * WIDTH, tl.minimum((part + 1) * WIDTH, V), BLOCK, num_stages=2):
+        c = col + tl.arange(0, BLOCK)
+        inside = (row < T)[:, None] & (c < V)[None, :]
+        z = _softcap(tl.load(logits + offset[:, None] + c[None, :], mask=inside, other=0.0, eviction_policy="evict_first"))
+        g = weight[:, None] * tl.exp(z - log_total[:, None])
+        for k in tl.static_range(K):
+            g -= tl.where(terms[k][0][:, None] == c[None, :], terms[k][1], 0.0)
+        g *= z * (1 - z * (1 / _CAP)) * (inverse_scale / _CAP_SCALE)  # z = 23σ and dσ = σ(1 − σ)
+        narrow = g.to(grad.dtype.element_ty)
+        tl.store(grad + offset[:, None] + c[None, :], narrow, mask=inside)
+        if BOTH:
+            tl.store(grad_t + c.to(tl.int64)[:, None] * T + row[None, :], narrow.T, mask=inside.T)
+
+
+@triton.jit
+def _loss_kernel(
+    logits, targets, weights,  # (T, V); (T,) int64; (K,) fp32
+    lse, row_loss,  # (T,) fp32 each; lse is read if only gradients are asked for
+    partial, drawn, done,  # scratch: (strips, parts, ROWS) fp32; () and (strips,) int32, zero
+    grad, grad_t,  # (T, V), (V, T)
+    T, V, inverse_scale,
+    K: tl.constexpr, SUMS: tl.constexpr, GRADIENTS: tl.constexpr, BOTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    strips, parts = tl.cdiv(T, ROWS), tl.cdiv(V, WIDTH)
+    LAG: tl.constexpr = AHEAD if SUMS and GRADIENTS else 0
+    KINDS: tl.constexpr = 2 if SUMS and GRADIENTS else 1
+    ticket = tl.atomic_add(drawn, 1)
+    while ticket < (strips + LAG) * parts * KINDS:
+        strip, part, kind = ticket // (parts * KINDS), ticket % parts, ticket // parts % KINDS
+        if SUMS:
+            if kind == 0 and strip < strips:
+                _sum_item(
+                    logits, targets, weights, lse, row_loss, partial, done, T, V, strip, part, parts, K, ROWS, WIDTH, BLOCK
+                )
+        if GRADIENTS:
+            if kind == KINDS - 1 and strip >= LAG:
+                if SUMS:
+                    while tl.atomic_add(done + strip - LAG, 0, sem="acquire") <= parts:
+                        pass
+                _gradient_item(
+                    logits, targets, weights, lse, grad, grad_t, T, V, strip - LAG, part, inverse_scale,
+                    K, BOTH, ROWS, WIDTH, BLOCK,
+                )  # fmt: skip
+        ticket = tl.atomic_add(drawn, 1)
+
+
+def _loss(
+    logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor | None = None,
+    grad: Tensor | None = None, grad_t: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss (T,) a row and the log-sum-exp (T,); fills grad and grad_t. Where lse is given, only them."""
+    (T, V), device = logits.shape, logits.device
+    strips, parts = triton.cdiv(T, _LOSS["ROWS"]), triton.cdiv(V, _LOSS["WIDTH"])
+    logits, targets, weights = logits.contiguous(), targets.contiguous(), mtp_weights.float().contiguous()
+    sums = lse is None
+    lse = torch.empty(T, device=device) if lse is None else lse
+    row_loss = torch.empty_like(lse)
+    partial = torch.empty(strips * parts * _LOSS["ROWS"] if sums else 1, device=device)
+    counters = torch.zeros(1 + strips, device=device, dtype=torch.int32)
+    grad = row_loss if grad is None else grad
+    launch(
+        _loss_kernel, (min(2 * chip(device).processors, strips * parts),),
+        logits, targets, weights, lse, row_loss, partial, counters, counters[1:], grad, grad if grad_t is None else grad_t,
+        T, V, 1 / scale, K=weights.numel(), SUMS=sums, GRADIENTS=grad is not row_loss, BOTH=grad_t is not None, **_LOSS,
+    )  # fmt: skip
+    return row_loss, lse
+
+
+@torch.library.custom_op("bankrun::cross_entropy", mutates_args=())
+def cross_entropy_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss and each row's log-sum-exp (T,)."""
+    row_loss, lse = _loss(logits, targets, mtp_weights)
+    return row_loss.sum(), lse
+
+
+@cross_entropy_op.register_fake
+def _(logits, targets, mtp_weights):
+    return logits.new_empty((), dtype=torch.float32), logits.new_empty(logits.size(0), dtype=torch.float32)
+
+
+@torch.library.custom_op("bankrun::cross_entropy_backward", mutates_args=())
+def cross_entropy_backward_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor) -> Tensor:
+    """The gradient in the logits, in their dtype."""
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _loss(logits, targets, mtp_weights, lse, grad)
+    return grad
+
+
+@cross_entropy_backward_op.register_fake
+def _(logits, targets, mtp_weights, lse):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+class _FusedSoftcappedCrossEntropy(torch.autograd.Function):
+    """For evaluation and chips without FP8: 2 bytes a logit forward, 4 backward. The loss is linear in the weights, so what
+    comes in from behind multiplies them and costs no pass of its own."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
+        loss, lse = cross_entropy_op(logits, targets, mtp_weights)
+        ctx.save_for_backward(logits, targets, mtp_weights, lse)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, mtp_weights, lse = ctx.saved_tensors
+        return cross_entropy_backward_op(logits, targets, mtp_weights * grad, lse), None, None
+
+
+kernel("softcapped_cross_entropy", "cuda")(_FusedSoftcappedCrossEntropy.apply)
+
+
+@kernel("loss_and_fp8_gradient", "cuda")
+def _loss_and_fp8_gradient_cuda(logits, targets, mtp_weights, scale, dtype):
+    grad, grad_t = (torch.empty(shape, device=logits.device, dtype=dtype) for shape in (logits.shape, logits.shape[::-1]))
+    return _loss(logits, targets, mtp_weights, None, grad, grad_t, scale)[0].sum(), grad, grad_t
 
 
 # -----------------------------------------------------------------------------
@@ -613,6 +867,42 @@ def _transpose_copy_reference(source: Tensor, target: Tensor) -> None:
     target.copy_(source.mT)
 
 
+_TRANSPOSE = dict(BLOCK=64, num_warps=4)  # 64 bf16 are a line of 128 bytes, in either layout
+_TRANSPOSE_PROGRAMS = 32  # of an H100's 132 processors: the others stay with the reductions that run meanwhile
+
+
+@triton.jit
+def _transpose_kernel(source, target, rows, cols, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """target (rows, cols) = sourceᵀ, or += if ADD, tile by tile; each program takes every num_programs-th."""
+    across = tl.cdiv(cols, BLOCK)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK) * across, tl.num_programs(0)):
+        row, col = tile // across * BLOCK, tile % across * BLOCK
+        result = _load_tile(source, col, row, cols, rows, BLOCK, BLOCK).T
+        if ADD:
+            result = _load_tile(target, row, col, rows, cols, BLOCK, BLOCK).to(tl.float32) + result.to(tl.float32)
+        _store_tile(target, result, row, col, rows, cols)
+
+
+def _transpose(source: Tensor, target: Tensor, add: bool) -> None:
+    rows, cols = target.shape
+    tiles = triton.cdiv(rows, _TRANSPOSE["BLOCK"]) * triton.cdiv(cols, _TRANSPOSE["BLOCK"])
+    result = target if target.is_contiguous() else target.contiguous()
+    grid = (min(_TRANSPOSE_PROGRAMS, tiles),)
+    launch(_transpose_kernel, grid, source.contiguous(), result, rows, cols, ADD=add, num_stages=2, **_TRANSPOSE)
+    if result is not target:
+        target.copy_(result)
+
+
+@kernel("transpose_add", "cuda")
+def _transpose_add_cuda(source: Tensor, target: Tensor) -> None:
+    _transpose(source, target, True)
+
+
+@kernel("transpose_copy", "cuda")
+def _transpose_copy_cuda(source: Tensor, target: Tensor) -> None:
+    _transpose(source, target, False)
+
+
 _REFERENCES: dict[str, Callable] = {
     "XXT": _XXT_reference,
     "XTX": _XTX_reference,
@@ -620,8 +910,10 @@ _REFERENCES: dict[str, Callable] = {
     "aX_plus_BX": _aX_plus_BX_reference,
     "relu_squared_mlp": _ReluSquaredMLP.apply,
     "quantize_fp8": _quantize_fp8_reference,
+    "quantize_fp8_both": _quantize_fp8_both_reference,
     "fp8_matmul": _fp8_matmul_reference,
     "softcapped_cross_entropy": _SoftcappedCrossEntropy.apply,
+    "loss_and_fp8_gradient": _loss_and_fp8_gradient_reference,
     "transpose_add": _transpose_add_reference,
     "transpose_copy": _transpose_copy_reference,
 }
