@@ -59,9 +59,12 @@ def chip(device: torch.device) -> Chip:
     return Chip(found.multi_processor_count, found.shared_memory_per_block_optin)
 
 
-def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: int, num_stages: int = 1, **constants) -> None:
+OPTIONS = dict(enable_fp_fusion=True)  # of every launch: a multiplication and an addition may be one instruction
+
+
+def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **constants) -> None:
     """The one place where a kernel starts, so that tests and benchmarks see what is launched."""
-    kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+    kernel[grid](*args, **constants, **OPTIONS)
 
 
 def _wide(x: Tensor) -> Tensor:
