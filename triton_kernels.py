@@ -2,7 +2,12 @@
 
 `train_gpt.py` calls the public names below and nothing else of this file. Each chooses by the device of its tensors:
 `kernel_for(name, tensor)` gives the GPU kernel where one is registered for that device, else the reference. A kernel is
-added with `@kernel("XXT", "cuda")` on a function of the same signature; nothing else changes.
+added with `@kernel("XXT", "cuda")` on a function of the same signature; nothing else changes. Below each reference stand, in
+this order: the launch configuration, the kernel, its launcher, and the custom operators that torch.compile sees as one node.
+
+No configuration is searched for at run time. A kernel stores in the dtype of its pointers and computes in fp32, so the tests
+run the same code in fp32 and fp16 on a CPU (tests/test_kernels.py) that GPUs run in bf16 and FP8. What each kernel must move,
+and what it was compiled to, is in bench/README.md.
 
 The references are exact statements of the mathematics and the fast path on CPU. They compute in the dtype they are given,
 with two exceptions that mirror what matrix units do: a product of bf16 or FP8 operands is accumulated in fp32 and rounded
@@ -683,11 +688,11 @@ def _loss(
     lse = torch.empty(T, device=device) if lse is None else lse
     row_loss = torch.empty_like(lse)
     partial = torch.empty(strips * parts * _LOSS["ROWS"] if sums else 1, device=device)
-    counters = torch.zeros(1 + strips, device=device, dtype=torch.int32)
+    counters = torch.zeros(4 + strips, device=device, dtype=torch.int32)  # of items drawn, and from 16 bytes on, of items done
     grad = row_loss if grad is None else grad
     launch(
         _loss_kernel, (min(2 * chip(device).processors, strips * parts),),
-        logits, targets, weights, lse, row_loss, partial, counters, counters[1:], grad, grad if grad_t is None else grad_t,
+        logits, targets, weights, lse, row_loss, partial, counters, counters[4:], grad, grad if grad_t is None else grad_t,
         T, V, 1 / scale, K=weights.numel(), SUMS=sums, GRADIENTS=grad is not row_loss, BOTH=grad_t is not None, **_LOSS,
     )  # fmt: skip
     return row_loss, lse
@@ -770,7 +775,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
 
 
 def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """(blocks, rows, keys) for blocks of `rows` queries, each with the keys of its own and the blocks that its window reaches."""
+    """(blocks, rows, keys) for blocks of `rows` queries, each with the keys of its own and the blocks its window reaches."""
     device = cu_seqlens.device
     rows = 32 if window <= 128 else 64
     blocks, back = -(-length // rows), -(-min(window, length) // rows)

@@ -1,4 +1,4 @@
-"""What must hold of each GPU kernel, on any device: test_kernels.py runs it in Triton's interpreter, test_kernels_gpu.py on a GPU.
+"""What must hold of each GPU kernel: test_kernels.py runs it in Triton's interpreter, test_kernels_gpu.py on a GPU.
 
 Every tensor that a launcher allocates comes out of `guarded`: full of NaN, so that an element not written is seen, and with
 guards on both sides, so that one written outside is seen too. Errors are measured against fp64 and bounded by what the
@@ -67,7 +67,8 @@ def assert_within(found: Tensor, exact: Tensor, bound: Tensor) -> None:
     assert torch.equal(found.isnan(), exact.isnan()), f"{(found.isnan() != exact.isnan()).sum()} elements are NaN or are not"
     excess = ((found.double() - exact).abs() - bound).masked_fill(exact.isnan(), -1.0)
     overflow = bound.isinf() & exact.isfinite()
-    assert (found[overflow].abs() >= torch.finfo(found.dtype).max * 0.99).all() and (found[overflow] * exact[overflow] > 0).all()
+    assert (found[overflow].abs() >= torch.finfo(found.dtype).max * 0.99).all()
+    assert (found[overflow] * exact[overflow] > 0).all()
     excess = excess.masked_fill(overflow, -1.0)
     assert (excess <= 0).all(), f"{(excess > 0).sum()} elements off, one by {excess.max():.3g} more than allowed"
 

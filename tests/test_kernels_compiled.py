@@ -51,7 +51,7 @@ def test_loss_moves_no_more_than_its_budget() -> None:
 
 
 def test_strips_that_wait_for_their_gradients_stay_in_l2() -> None:
-    """50 MB on an H100; and there are sums enough ahead of every gradient for all programs that run at once, two a processor."""
+    """50 MB on an H100; and as many sums are ahead of a gradient as programs run at once, two a processor."""
     config, launch = bench.tk._LOSS, bench.launch_of(bench.CASES["loss_and_fp8_gradient"], 90)
     strip = config["ROWS"] * 50304 * 2
     assert (config["AHEAD"] + 1) * strip < 50e6 * 0.6

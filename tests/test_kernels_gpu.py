@@ -1,4 +1,4 @@
-"""Each GPU kernel on the GPU itself: the checks of kernel_checks.py in bf16, and the record's sizes. Skipped where there is none."""
+"""Each GPU kernel on the GPU itself: kernel_checks.py in bf16, and the record's sizes. Skipped where there is none."""
 
 import pytest
 import torch

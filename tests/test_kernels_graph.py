@@ -1,4 +1,4 @@
-"""The GPU's way through the trainer, without a GPU: which kernels a graph holds, and that its fused head is the separate one."""
+"""The GPU's way through the trainer, without a GPU: which kernels a graph holds; its fused head is the separate one."""
 
 import pytest
 import torch
