@@ -50,7 +50,9 @@ from triton_kernels import (
     ba_plus_cAA,
     band_bias,
     fp8_matmul,
+    loss_and_fp8_gradient,
     quantize_fp8,
+    quantize_fp8_both,
     relu_squared_mlp,
     softcap,
     softcapped_cross_entropy,
@@ -217,6 +219,74 @@ def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
     not divided by anything.
     """
     return torch.ops.bankrun.fp8_linear(x, w)[0]
+
+
+@torch.library.custom_op("bankrun::fp8_head_loss", mutates_args=())
+def fp8_head_loss_op(
+    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Product and loss at once. x (T, in), w (in, out) → the loss; its gradient in the logits in e5m2, (T, out) and (out, T);
+    x transposed and w in e4m3: all that the two backward products want, each contiguous along what they sum over."""
+    x8, x8_t = quantize_fp8_both(x, FP8_X_SCALE, torch.float8_e4m3fn)
+    w8, w8_t = quantize_fp8_both(w, FP8_W_SCALE, torch.float8_e4m3fn)
+    logits = fp8_matmul(x8, w8_t.mT, FP8_X_SCALE * FP8_W_SCALE, x.dtype, True)
+    loss, grad8, grad8_t = loss_and_fp8_gradient(logits, targets, mtp_weights, FP8_GRAD_SCALE, torch.float8_e5m2)
+    return loss, grad8, grad8_t, x8_t, w8
+
+
+@fp8_head_loss_op.register_fake
+def _(x, w, targets, mtp_weights):
+    T, inner, out = *x.shape, w.size(1)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    return (
+        x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)),
+        x.new_empty(T, out, dtype=e5m2), x.new_empty(out, T, dtype=e5m2),
+        x.new_empty(inner, T, dtype=e4m3), x.new_empty(inner, out, dtype=e4m3),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("bankrun::fp8_head_loss_backward", mutates_args=())
+def fp8_head_loss_backward_op(
+    grad: Tensor, grad8: Tensor, grad8_t: Tensor, x8_t: Tensor, w8: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """grad_x (T, in) and grad_w (in, out) in dtype. The loss's own gradient, a number, multiplies the products' scales."""
+    grad_x = fp8_matmul(grad8, w8.mT, grad * (FP8_GRAD_SCALE * FP8_W_SCALE), dtype, False)
+    grad_w = fp8_matmul(x8_t, grad8_t.mT, grad * (FP8_X_SCALE * FP8_GRAD_SCALE), dtype, False)
+    return grad_x, grad_w
+
+
+@fp8_head_loss_backward_op.register_fake
+def _(grad, grad8, grad8_t, x8_t, w8, dtype):
+    return grad.new_empty(x8_t.shape[::-1], dtype=dtype), grad.new_empty(w8.shape, dtype=dtype)
+
+
+def _fp8_head_loss_setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+    ctx.dtype = inputs[0].dtype
+    ctx.set_materialize_grads(False)
+
+
+def _fp8_head_loss_backward(ctx, grad, *_):
+    return *torch.ops.bankrun.fp8_head_loss_backward(grad, *ctx.saved_tensors, ctx.dtype), None, None
+
+
+fp8_head_loss_op.register_autograd(_fp8_head_loss_backward, setup_context=_fp8_head_loss_setup_context)
+
+
+def head_loss(x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, fp8: bool) -> Tensor:
+    """The training loss of logits x @ w, summed over tokens; x (T, in), w (in, out), targets (T,) int64, mtp_weights (K,).
+
+    On a GPU with FP8 the loss's kernel writes the gradient as the backward products want it; elsewhere the two stand apart,
+    which is the same arithmetic.
+    """
+    if fp8 and fuses_head(x):
+        return torch.ops.bankrun.fp8_head_loss(x, w, targets, mtp_weights)[0]
+    return softcapped_cross_entropy(fp8_linear(x, w) if fp8 else x @ w, targets, mtp_weights)
+
+
+def fuses_head(x: Tensor) -> bool:
+    """Whether the FP8 head and its loss are one node: on GPUs. On a CPU that would only add passes."""
+    return x.is_cuda
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -859,8 +929,7 @@ class GPT(nn.Module):
         """
         x = self.hidden_states(inputs, cu_seqlens, schedule)
         if self.training:
-            logits = fp8_linear(x, self.lm_head) if self.fp8_head else x @ self.lm_head
-            return softcapped_cross_entropy(logits, targets, schedule.mtp_weights)
+            return head_loss(x, self.lm_head, targets, schedule.mtp_weights, self.fp8_head)
         next_token_only = torch.ones(1, device=x.device, dtype=schedule.mtp_weights.dtype)
         return softcapped_cross_entropy(x @ self.lm_head, targets, next_token_only) / len(targets)
 
