@@ -22,6 +22,7 @@ import ctypes
 import dataclasses
 import functools
 import glob
+import importlib.util
 import itertools
 import math
 import os
@@ -1436,6 +1437,7 @@ def join_ranks() -> Ranks:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        flash_attention()
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
@@ -1445,6 +1447,17 @@ def join_ranks() -> Ranks:
             "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
         )
     return Ranks(rank, world_size, device)
+
+
+@functools.cache
+def flash_attention() -> str:
+    """Turn FlashAttention 3 on where its package is installed; what attention runs on, in words."""
+    if not torch.cuda.is_available():
+        return "banded, in PyTorch"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "varlen_attn, FA2"
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return "varlen_attn, FA3"
 
 
 def keep_freed_memory() -> None:
@@ -1503,10 +1516,8 @@ def log_header(h: Hyperparameters, ranks: Ranks) -> str:
     except ImportError:
         pass
     if ranks.device.type == "cuda":
-        from torch.nn.attention import current_flash_attention_impl
-
         devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]
-        devices.append(f"attention: varlen_attn, {current_flash_attention_impl() or 'FA2'}")
+        devices.append(f"attention: {flash_attention()}")
     else:
         devices = [f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"]
     environment = [
