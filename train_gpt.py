@@ -1334,6 +1334,15 @@ def muon_momentum(step: int, h: Hyperparameters) -> float:
     return MOMENTUM_HIGH
 
 
+def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
+    """PARAM_TABLE as the options change it."""
+    muls = {"adam": h.adam_lr_mul, "normuon": h.muon_lr_mul}
+    changes = {"comms": "replicated"} if h.comms == "replicated" else {}
+    if h.grad_dtype != "param":
+        changes["grad_dtype"] = getattr(torch, h.grad_dtype)
+    return {label: dataclasses.replace(row, lr=row.lr * muls[row.optim], **changes) for label, row in PARAM_TABLE.items()}
+
+
 class TrainingManager:
     """Applies the schedule to model and optimizer, step by step.
 
@@ -1342,12 +1351,7 @@ class TrainingManager:
 
     def __init__(self, model: GPT, h: Hyperparameters):
         self.model, self.h = model, h
-        muls = {"adam": h.adam_lr_mul, "normuon": h.muon_lr_mul}
-        changes = {"comms": "replicated"} if h.comms == "replicated" else {}
-        if h.grad_dtype != "param":
-            changes["grad_dtype"] = getattr(torch, h.grad_dtype)
-        table = {label: dataclasses.replace(row, lr=row.lr * muls[row.optim], **changes) for label, row in PARAM_TABLE.items()}
-        self.optimizer = NorMuonAndAdam(model.named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
+        self.optimizer = NorMuonAndAdam(model.named_parameters(), param_table(h), SCATTER_ORDER, WORK_ORDER)
         self.optimizer.grad_divisor = h.micro_batches
         self.split_step = -(-2 * h.num_scheduled_iterations // 3) | 1  # odd, so an Adam step
         self.windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
