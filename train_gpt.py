@@ -1437,8 +1437,20 @@ class Ranks(NamedTuple):
             dist.all_gather_object(errors, error and f"{error}")
         for rank, message in enumerate(errors):
             if message:
-                time.sleep(0 if self.main else 2)  # the first rank tells, before a launcher ends them all
+                if not self.main:  # the first rank tells, before a launcher ends them all
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    time.sleep(2)
                 raise AgreedError(message if rank == 0 else f"rank {rank}: {message}")
+
+    def together(self, function: Callable, *args: Any) -> Any:
+        """function(*args), called by all ranks: a ValueError or OSError of one is raised on each of them, as an AgreedError."""
+        result = error = None
+        try:
+            result = function(*args)
+        except (ValueError, OSError) as caught:
+            error = caught
+        self.agree(error)
+        return result
 
     def sum(self, x: Tensor) -> Tensor:
         if self.world_size > 1:
@@ -1489,7 +1501,7 @@ def report_termination(rank: int) -> None:
     def wait() -> None:
         while os.read(read, 1)[0] != signal.SIGTERM:
             pass
-        leave(f"rank {rank}: ended by the launcher (SIGTERM), as it does with all ranks when one of them has died")
+        leave(f"rank {rank}: ended by SIGTERM, which a launcher sends to all ranks when one of them has died")
 
     threading.Thread(target=wait, daemon=True, name="termination").start()
 
@@ -1741,15 +1753,10 @@ def decode(tokens: list[int], encoding: str) -> str:
 
 def train(h: Hyperparameters, ranks: Ranks) -> None:
     """One run, from the weights' start to the last line of the log."""
-    error: Exception | None = None
-    try:
-        h.check(ranks.world_size)
-        check_data(h)
-        model, manager = build(h, ranks)
-        log = Log(ranks, h)
-    except (ValueError, OSError) as caught:
-        error = caught
-    ranks.agree(error)
+    ranks.together(h.check, ranks.world_size)
+    ranks.together(check_data, h)
+    model, manager = ranks.together(build, h, ranks)
+    log = ranks.together(Log, ranks, h)
 
     log.write(log_header(h, ranks))
     if ranks.main:
