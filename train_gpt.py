@@ -28,12 +28,14 @@ import math
 import os
 import platform
 import queue
+import signal
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +94,8 @@ class Hyperparameters:
     # schedule
     num_scheduled_iterations: int = setting(1725, "steps of the three stages")
     num_extension_iterations: int = setting(40, "steps after them, at a flat low rate and longer windows")
+    comms: str = setting("sharded", "of banks and embeddings: sharded, or replicated (all-reduce, everyone updates: DDP)")
+    grad_dtype: str = setting("param", "in which gradients are summed and reduced: param (the parameter's own) or float32")
     batch_unit: int = setting(16384, "a step takes 8, 16 and 24 of these many tokens in its three stages")
     micro_batches: int = setting(8, "a step's forward passes, shared by the ranks; 16 or 32 fit smaller GPUs")
     block_size: int = setting(128, "tokens in a block, the unit of the attention windows")
@@ -147,9 +151,12 @@ class Hyperparameters:
             raise ValueError(f"--bos_id={self.bos_id} is outside the vocabulary, --vocab_size={self.vocab_size}")
         if self.vocab_size > 65536:
             raise ValueError(f"--vocab_size={self.vocab_size}: shards hold uint16 tokens, so at most 65536")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"--dtype={self.dtype}: bfloat16 or float32")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"--{name}={getattr(self, name)}: {' or '.join(choices)}")
 
+
+CHOICES = {"dtype": ("bfloat16", "float32"), "comms": ("sharded", "replicated"), "grad_dtype": ("param", "float32")}
 
 # What a machine without a GPU trains in two minutes: the same topology and schedule, small widths, bytes.
 DEMO = dict(
@@ -435,6 +442,8 @@ class ParamConfig:
     eps: float = 1e-10  # adam
     beta2: float = 0.95  # normuon
     stacked: int = 1  # normuon: matrices stacked in the rows of each (rows, cols) slice of the bank
+    pad_front: bool = False  # normuon: where padding goes, if the matrices do not divide over the ranks
+    grad_dtype: torch.dtype | None = None  # in which micro-batches are summed and ranks reduced; None: the parameter's
 
 
 adam = functools.partial(ParamConfig, "adam", lr=0.008, weight_decay=0.005)
@@ -442,7 +451,7 @@ normuon = functools.partial(ParamConfig, "normuon", "sharded", lr=0.023, weight_
 
 # In the order in which the reductions are launched.
 PARAM_TABLE: dict[str, ParamConfig] = {
-    "attn":           normuon(stacked=4),
+    "attn":           normuon(stacked=4, pad_front=True),  # the ranks that mlp's padding leaves idle have full shards here
     "mlp":            normuon(lr_mul=(1.0, 2.0)),  # W_fc, W_proj
     "scalars":        adam("replicated", betas=(0.90, 0.99), lr_mul=5.00, wd_mul=0.0),
     "ve0":            adam("sharded",    betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
@@ -487,14 +496,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class NorMuonAndAdam:
     """NorMuon for banks of matrices, Adam for everything else, sharded over the ranks; no groups, no hooks.
 
-    NorMuon belongs to hidden matrices, stacked in a bank (n, …, rows, cols) whose matrices divide evenly over the ranks:
-    none is ever split. Embeddings, the head, gates and scalars belong to Adam.
+    NorMuon belongs to hidden matrices, stacked in a bank (n, …, rows, cols): none is ever split. Embeddings, the head,
+    gates and scalars belong to Adam.
 
     A step has three phases:
       1. launch every gradient reduction, asynchronously, in scatter_order;
       2. in work_order: wait for the reduction, update this rank's shard (or the whole, if replicated), launch the gather;
       3. wait for the gathers, lm_head's first, whose transpose becomes embed while they are tied.
-    A shard is a view of the parameter and of its gradient: both collectives work in place.
+    A shard is a view of the parameter and of its gradient: both collectives work in place. A bank whose matrices do not
+    divide over the ranks becomes a view of a padded one; padding is zero, has no state and is never updated.
+
+    Gradients wait where autograd leaves them. Those of padded banks, and those with a wider grad_dtype, wait in a buffer:
+    `accumulate` moves them there, after each backward pass, so that micro-batches are summed in the buffer's dtype.
 
     While `tied`, embed has no reduction and no state: its gradient joins lm_head's. `split_embed` ends that.
     """
@@ -519,33 +532,76 @@ class NorMuonAndAdam:
         self.tied = True
         self.lr_mul, self.momentum = 1.0, 0.95  # the schedule's; set before each step
         self.grad_divisor = 1  # gradients are sums over this many micro-batches
-        self.shards = {label: self._shard(label, param.data) for label, param in self.params.items()}
+        self.slots = {label: self._place(label) for label in self.params}
+        self.owned = {label: self._owned(label) for label in self.params}
+        self.shards = {label: self._own(label, slots) for label, slots in self.slots.items()}
+        self.buffers = self._make_buffers()
+        self.filled: set[str] = set()  # the buffers that hold a gradient
         self.state = {label: self._initial_state(label) for label in self.params}
         self.matrix_lr_mul = {
             label: self._matrix_lr_mul(label) for label in self.params if self.table[label].optim == "normuon"
         }
 
-    # Layout
+    # Layout: a parameter is rows (of an embedding, or matrices of a bank); its slots are its rows and its padding
 
     def _rows(self, label: str, x: Tensor) -> Tensor:
-        """x, shaped like the parameter, as a stack whose first dimension is what the ranks share out."""
+        """x, shaped like the parameter, as a stack of what is shared out: rows, or (matrices, rows, cols)."""
         if self.table[label].optim == "adam":
             return x
-        return x.view(-1, x.size(-2) // self.table[label].stacked, x.size(-1))  # (matrices, rows, cols)
+        return x.view(-1, x.size(-2) // self.table[label].stacked, x.size(-1))
 
-    def _shard(self, label: str, x: Tensor) -> Tensor:
-        """This rank's part of x, a view: all of it if replicated."""
-        rows = self._rows(label, x)
-        if self.table[label].comms == "replicated":
+    def _place(self, label: str) -> Tensor:
+        """The parameter's slots, as many as divide over the ranks; a bank that needs padding moves, and views them.
+
+        Raises ValueError for rows that do not divide: an embedding or a head has no padding.
+        """
+        param, config = self.params[label], self.table[label]
+        rows = self._rows(label, param.data)
+        padding = -len(rows) % self.world_size if config.comms == "sharded" else 0
+        if not padding:
             return rows
-        share, rest = divmod(rows.size(0), self.world_size)
-        if rest:
-            what = "matrices" if self.table[label].optim == "normuon" else "rows"
+        if config.optim == "adam":
             raise ValueError(
-                f"{label} {tuple(x.shape)} cannot be sharded: its {rows.size(0)} {what} do not divide over "
-                f"{self.world_size} ranks"
+                f"{label} {tuple(param.shape)} cannot be sharded: its {len(rows)} rows do not divide over {self.world_size} "
+                f"ranks: start a number of ranks that divides them, or use --comms=replicated"
             )
-        return rows.narrow(0, self.rank * share, share)
+        slots = rows.new_zeros(len(rows) + padding, *rows.shape[1:])
+        real = self._real(label, slots)
+        real.copy_(rows)
+        param.data = real.view_as(param)
+        return slots
+
+    def _real(self, label: str, slots: Tensor) -> Tensor:
+        """The slots that are not padding."""
+        n = len(self._rows(label, self.params[label].data))
+        return slots[-n:] if self.table[label].pad_front else slots[:n]
+
+    def _share(self, label: str, slots: Tensor) -> Tensor:
+        """This rank's slots, a view: all of them if replicated."""
+        if self.table[label].comms == "replicated":
+            return slots
+        share = len(slots) // self.world_size
+        return slots.narrow(0, self.rank * share, share)
+
+    def _owned(self, label: str) -> slice:
+        """Which rows this rank updates: those of its share that are not padding."""
+        slots, config = self.slots[label], self.table[label]
+        n, share = len(self._real(label, slots)), len(self._share(label, slots))
+        first = self.rank * share if config.comms == "sharded" else 0
+        front = len(slots) - n if config.pad_front else 0
+        return slice(*(min(max(i - front, 0), n) for i in (first, first + share)))
+
+    def _own(self, label: str, slots: Tensor) -> Tensor:
+        return self._real(label, slots)[self.owned[label]]
+
+    def _make_buffers(self) -> dict[str, Tensor]:
+        """Zero slots for the gradients that cannot wait where autograd leaves them."""
+        buffers = {}
+        for label, param in self.params.items():
+            dtype = torch.promote_types(param.dtype, self.table[label].grad_dtype or param.dtype)
+            if dtype != param.dtype or len(self.slots[label]) > len(self._rows(label, param.data)):
+                buffers[label] = torch.zeros_like(self.slots[label], dtype=dtype)
+        return buffers
 
     def _initial_state(self, label: str) -> dict[str, Tensor | int]:
         shard = self.shards[label]
@@ -565,10 +621,43 @@ class NorMuonAndAdam:
         """(n, 1, 1): each matrix of the shard its lr_mul · √max(1, rows/cols)."""
         config, (n, rows, cols) = self.table[label], self.shards[label].shape
         cycle = config.lr_mul if isinstance(config.lr_mul, tuple) else (config.lr_mul,)
-        first = self.rank * n if config.comms == "sharded" else 0
+        first = self.owned[label].start
         muls = [cycle[(first + i) % len(cycle)] * math.sqrt(max(1, rows / cols)) for i in range(n)]
         dtype = self.state[label]["momentum_buffer"].dtype
         return torch.tensor(muls, dtype=dtype, device=self.shards[label].device).view(n, 1, 1)
+
+    # Gradients that wait
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add what autograd has left to the buffers of those parameters that have one. Call it after each backward pass."""
+        for label, buffer in self.buffers.items():
+            if (grad := self.params[label].grad) is not None:
+                real = self._real(label, buffer)
+                (real.add_ if label in self.filled else real.copy_)(self._rows(label, grad))
+                self.filled.add(label)
+                self.params[label].grad = None
+
+    def _gradient(self, label: str) -> Tensor:
+        """Slots of the gradient that waits."""
+        return self.buffers[label] if label in self.filled else self._rows(label, self.params[label].grad)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that wait, by label, shaped like their parameters: by reference."""
+        self.accumulate()
+        waiting = {label for label, param in self.params.items() if param.grad is not None} | self.filled
+        return {label: self._real(label, self._gradient(label)).view_as(self.params[label]) for label in waiting}
+
+    def load_gradients(self, saved: dict[str, Tensor]) -> None:
+        """Let copies of these wait, and no others."""
+        self.filled.clear()
+        for label, param in self.params.items():
+            param.grad = None
+            if label in saved and label in self.buffers:
+                self._real(label, self.buffers[label]).copy_(self._rows(label, saved[label]))
+                self.filled.add(label)
+            elif label in saved:
+                param.grad = saved[label].to(param.device, copy=True)
 
     # The step
 
@@ -578,13 +667,14 @@ class NorMuonAndAdam:
 
         Gradients not used stay, so that the next backward pass adds to them. Raises RuntimeError for a missing one.
         """
+        self.accumulate()
         used = {label for label in self.params if do_adam or self.table[label].optim == "normuon"}
         for label in used:
-            if self.params[label].grad is None:
+            if self.params[label].grad is None and label not in self.filled:
                 raise RuntimeError(f"{label} has no gradient: every parameter takes part in every step")
         active = used - {"embed"} if self.tied else used
         if self.tied and "lm_head" in used:
-            transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
+            transpose_add(self._gradient("embed"), self._gradient("lm_head"))
 
         reductions = {label: self._launch_reduction(label) for label in self.scatter_order if label in active}
         gathers = {}
@@ -602,21 +692,23 @@ class NorMuonAndAdam:
                 transpose_copy(self.params["lm_head"].data, self.params["embed"].data)
         for label in used:
             self.params[label].grad = None
+        self.filled -= used
 
     def _launch_reduction(self, label: str) -> tuple[Tensor, dist.Work | None]:
-        """This rank's part of the summed gradient, in place, and what to wait for before reading it."""
-        grad = self.params[label].grad
-        shard = self._shard(label, grad)
+        """The summed gradient of the rows this rank owns, in place, and what to wait for before reading it."""
+        grad = self._gradient(label)
+        own = self._own(label, grad)
         if self.world_size == 1:
-            return shard, None
+            return own, None
         if self.table[label].comms == "replicated":
-            return shard, dist.all_reduce(grad, async_op=True)
-        return shard, _reduce_scatter(shard.view(-1), grad.view(-1), async_op=True)
+            return own, dist.all_reduce(grad, async_op=True)
+        return own, _reduce_scatter(self._share(label, grad).view(-1), grad.view(-1), async_op=True)
 
     def _launch_gather(self, label: str) -> dist.Work | None:
         if self.world_size == 1 or self.table[label].comms == "replicated":
             return None
-        return _all_gather(self.params[label].data.view(-1), self.shards[label].view(-1), async_op=True)
+        slots = self.slots[label]
+        return _all_gather(slots.view(-1), self._share(label, slots).view(-1), async_op=True)
 
     def _update(self, label: str, grad: Tensor) -> None:
         config, state, shard = self.table[label], self.state[label], self.shards[label]
@@ -637,8 +729,8 @@ class NorMuonAndAdam:
             banks = (
                 shard, state.get("mantissa"), grad, state["momentum_buffer"], state["second_moment"], self.matrix_lr_mul[label]
             )  # fmt: skip
-            at_once = len(shard) if shard.is_cuda else max(1, CPU_CACHE_ELEMENTS // shard[0].numel())
-            for i in range(0, len(shard), at_once):
+            at_once = max(1, len(shard) if shard.is_cuda else CPU_CACHE_ELEMENTS // shard.stride(0))
+            for i in range(0, len(shard), at_once):  # not once, where all that a rank has is padding
                 normuon_update(
                     *(bank if bank is None else bank[i : i + at_once] for bank in banks),
                     scalar(lr), scalar(config.weight_decay * config.wd_mul), scalar(self.momentum), config.beta2, grad_scale,
@@ -652,11 +744,11 @@ class NorMuonAndAdam:
         source, target = self.state["lm_head"], self.state["embed"]
         for name in ("exp_avg", "exp_avg_sq"):
             whole = source[name].new_empty(self.params["lm_head"].shape)
-            if self.world_size == 1:
-                whole.copy_(source[name])
+            if source[name].shape == whole.shape:
+                whole = source[name]
             else:
                 _all_gather(whole.view(-1), source[name].view(-1))
-            target[name].copy_(self._shard("embed", whole.mT))
+            target[name].copy_(self._share("embed", whole.mT))
         target["step"] = source["step"]
         self.tied = False
 
@@ -1312,6 +1404,15 @@ def muon_momentum(step: int, h: Hyperparameters) -> float:
     return MOMENTUM_HIGH
 
 
+def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
+    """PARAM_TABLE as the options change it."""
+    muls = {"adam": h.adam_lr_mul, "normuon": h.muon_lr_mul}
+    changes = {"comms": "replicated"} if h.comms == "replicated" else {}
+    if h.grad_dtype != "param":
+        changes["grad_dtype"] = getattr(torch, h.grad_dtype)
+    return {label: dataclasses.replace(row, lr=row.lr * muls[row.optim], **changes) for label, row in PARAM_TABLE.items()}
+
+
 class TrainingManager:
     """Applies the schedule to model and optimizer, step by step.
 
@@ -1320,9 +1421,7 @@ class TrainingManager:
 
     def __init__(self, model: GPT, h: Hyperparameters):
         self.model, self.h = model, h
-        muls = {"adam": h.adam_lr_mul, "normuon": h.muon_lr_mul}
-        table = {label: dataclasses.replace(row, lr=row.lr * muls[row.optim]) for label, row in PARAM_TABLE.items()}
-        self.optimizer = NorMuonAndAdam(model.named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
+        self.optimizer = NorMuonAndAdam(model.named_parameters(), param_table(h), SCATTER_ORDER, WORK_ORDER)
         self.optimizer.grad_divisor = h.micro_batches
         self.split_step = -(-2 * h.num_scheduled_iterations // 3) | 1  # odd, so an Adam step
         self.windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
@@ -1362,7 +1461,7 @@ class TrainingManager:
         params = self.optimizer.params
         return clone_tensors({
             "parameters": {label: param.data for label, param in params.items()},
-            "gradients": {label: param.grad for label, param in params.items() if param.grad is not None},
+            "gradients": self.optimizer.gradients(),
             "optimizer": self.optimizer.state_dict(),
             "yarn": self.model.yarn.state(),
             "yarn_window": self.yarn_window,
@@ -1372,8 +1471,7 @@ class TrainingManager:
         """Back to a saved state, bit for bit, in place: compiled graphs keep their tensors."""
         for label, param in self.optimizer.params.items():
             param.data.copy_(saved["parameters"][label])
-            gradient = saved["gradients"].get(label)
-            param.grad = None if gradient is None else gradient.to(param.device, copy=True)
+        self.optimizer.load_gradients(saved["gradients"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.model.yarn.load_state(saved["yarn"])
         self.yarn_window = saved["yarn_window"]
@@ -1409,8 +1507,20 @@ class Ranks(NamedTuple):
             dist.all_gather_object(errors, error and f"{error}")
         for rank, message in enumerate(errors):
             if message:
-                time.sleep(0 if self.main else 2)  # the first rank tells, before a launcher ends them all
+                if not self.main:  # the first rank tells, before a launcher ends them all
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    time.sleep(2)
                 raise AgreedError(message if rank == 0 else f"rank {rank}: {message}")
+
+    def together(self, function: Callable, *args: Any) -> Any:
+        """function(*args), called by all ranks: a ValueError or OSError of one is raised on each of them, as an AgreedError."""
+        result = error = None
+        try:
+            result = function(*args)
+        except (ValueError, OSError) as caught:
+            error = caught
+        self.agree(error)
+        return result
 
     def sum(self, x: Tensor) -> Tensor:
         if self.world_size > 1:
@@ -1424,6 +1534,9 @@ class RunError(RuntimeError):
 
 class AgreedError(RunError):
     """A RunError that every rank raises; the first one tells."""
+
+
+PATIENCE = timedelta(minutes=5)  # how long a rank waits for the others; the most is asked for when they compile
 
 
 def join_ranks() -> Ranks:
@@ -1443,9 +1556,9 @@ def join_ranks() -> Ranks:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         keep_freed_memory()
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
-        )
+        report_termination(rank)
+        cuda = device.type == "cuda"
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=device if cuda else None)
     return Ranks(rank, world_size, device)
 
 
@@ -1458,6 +1571,32 @@ def flash_attention() -> str:
         return "varlen_attn, FA2"
     torch.nn.attention.activate_flash_attention_impl("FA3")
     return "varlen_attn, FA3"
+
+
+def report_termination(rank: int) -> None:
+    """Say so when the launcher ends this rank, because another has died: from a thread, as the main one may wait for that other."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(write)
+
+    def wait() -> None:
+        while os.read(read, 1)[0] != signal.SIGTERM:
+            pass
+        leave(f"rank {rank}: ended by SIGTERM, which a launcher sends to all ranks when one of them has died")
+
+    threading.Thread(target=wait, daemon=True, name="termination").start()
+
+
+def leave(message: str) -> None:
+    """End this process at once, with a message and code 1: what a broken process group would still wait for is lost."""
+    print(f"{SCRIPT.name}: error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def is_lost_rank(error: RuntimeError) -> bool:
+    """What a collective raises when another rank has gone or hangs; gloo has no type of its own for it."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def keep_freed_memory() -> None:
@@ -1694,15 +1833,10 @@ def decode(tokens: list[int], encoding: str) -> str:
 
 def train(h: Hyperparameters, ranks: Ranks) -> None:
     """One run, from the weights' start to the last line of the log."""
-    error: Exception | None = None
-    try:
-        h.check(ranks.world_size)
-        check_data(h)
-        model, manager = build(h, ranks)
-        log = Log(ranks, h)
-    except (ValueError, OSError) as caught:
-        error = caught
-    ranks.agree(error)
+    ranks.together(h.check, ranks.world_size)
+    ranks.together(check_data, h)
+    model, manager = ranks.together(build, h, ranks)
+    log = ranks.together(Log, ranks, h)
 
     log.write(log_header(h, ranks))
     if ranks.main:
@@ -1763,6 +1897,7 @@ def train(h: Hyperparameters, ranks: Ranks) -> None:
         for batch in itertools.islice(batches, share):
             micro_loss = model(*to_device(batch, ranks.device), manager.forward_schedule())
             micro_loss.backward()
+            manager.optimizer.accumulate()
             loss += micro_loss.detach()
         manager.step_optimizers(step)
         tokens = manager.current.batch_tokens
@@ -1842,6 +1977,10 @@ def main(argv: list[str] | None = None) -> None:
         if first or not isinstance(error, AgreedError):
             print(f"{SCRIPT.name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        leave(f"rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
