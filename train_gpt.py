@@ -1927,34 +1927,49 @@ def save(step: int, manager: TrainingManager, log: Log, seconds: float, ranks: R
     return result
 
 
-def check_fits(path: Path, saved: dict[str, Any], manager: TrainingManager) -> None:
-    """Raise CheckpointError, with the first differences, unless this run can go on from the checkpoint."""
-    h = manager.h
-    faults = differences(
-        {**saved, "state": None, "shards": None, "hyperparameters": None},
-        {"step": 0, "seconds": 0.0, "run_id": "", "log": {"header": "", "lines": ""}, "hyperparameters": None,
-         "sources": {"script": "", "kernels": ""}, "shards": None, "state": None},
-    )  # fmt: skip
+def check_usable(path: Path, saved: dict[str, Any], manager: TrainingManager) -> None:
+    """Raise CheckpointError unless the checkpoint is complete, consistent and of a model like the manager's."""
+    h, texts = manager.h, {"header": "", "lines": ""}
+    expected = {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, "hyperparameters": {}, "shards": {}, "state": {}}
+    expected["sources"] = {"script": "", "kernels": ""}
+    nests = {name: {} for name in ("hyperparameters", "shards", "state") if isinstance(saved.get(name), dict)}
+    faults = differences({**saved, **nests}, expected)  # of these three, only that they are there
+    if not faults:
+        step, state = saved["step"], saved["state"]
+        parts = state.get("gradients")
+        faults = differences(state, whole_layout(manager, step, len(parts) if isinstance(parts, dict) and parts else 1), "state.")
+    if not faults:
+        steps = [state["step"] for state in saved["state"]["optimizer"]["state"].values() if "step" in state]
+        sound = {
+            "step": 0 <= step <= h.total_iterations,
+            "seconds": 0 <= saved["seconds"] < math.inf,
+            "run_id": Path(saved["run_id"]).name == saved["run_id"] != "",
+            "log": f"\n{RULE}\n" in saved["log"]["header"],
+            "state.optimizer.tied": state["optimizer"]["tied"] == (step <= manager.split_step),
+            "state.optimizer.state": min(steps) >= 0,
+            "state.yarn_window": state["yarn_window"] in manager.windows,
+        }
+        faults = [f"{name} cannot be what it is" for name, holds in sound.items() if not holds]
+        faults += [f"{name} is not finite" for name in not_finite(state, "state.")]
+    refuse(path, faults)
+
+
+def check_fits(path: Path, saved: dict[str, Any], h: Hyperparameters) -> None:
+    """Raise CheckpointError, with the first differences, if the checkpoint is of other settings or other shards."""
+    faults = []
     for kind, here in (("hyperparameters", dataclasses.asdict(h)), ("shards", shard_sizes(h))):
         there = saved.get(kind)
         faults += differences(there, here, f"{kind}.")
         for name in here if isinstance(there, dict) else ():
             if name in there and name not in FREE_SETTINGS and there[name] != here[name]:
                 faults.append(f"{name} is {there[name]!r}, here {here[name]!r}")
-    if not faults:
-        step, state = saved["step"], saved.get("state")
-        gradients = state.get("gradients") if isinstance(state, dict) else None
-        faults += differences(state, whole_layout(manager, step, max(1, len(gradients or ""))), "state.")
-        if not faults and (
-            not 0 <= step <= h.total_iterations or not 0 <= saved["seconds"] < math.inf
-            or state["optimizer"]["tied"] != (step <= manager.split_step) or state["yarn_window"] not in manager.windows
-            or f"\n{RULE}\n" not in saved["log"]["header"] or not Path(saved["run_id"]).name == saved["run_id"] != ""
-            or not_finite(state)
-        ):  # fmt: skip
-            faults.append("its values contradict each other")
+    refuse(path, faults)
+
+
+def refuse(path: Path, faults: list[str]) -> None:
     if faults:
-        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise CheckpointError(f"{path} does not fit this run: {'; '.join(faults[:3])}{more}")
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise CheckpointError(f"{path} cannot be resumed: {'; '.join(faults[:3])}{more}")
 
 
 def resumption_note(path: Path, saved: dict[str, Any], h: Hyperparameters, ranks: Ranks) -> str:
@@ -2115,9 +2130,10 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
         check_data(h)
         if h.resume:
             path, saved = find_checkpoint(h)
+            check_fits(path, saved, h)
         model, manager = build(h, ranks)
         if saved:
-            check_fits(path, saved, manager)
+            check_usable(path, saved, manager)
         unnamed = saved["run_id"] if saved else f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         h.run_id = h.run_id or unnamed
         if h.save_every and ranks.main:
