@@ -138,8 +138,8 @@ class Hyperparameters:
                 raise ValueError(f"--{field.name}={value}: must be {'0 or more' if field.name in may_be_zero else 'positive'}")
             if field.type is float and not 0 < value < math.inf:
                 raise ValueError(f"--{field.name}={value}: must be positive and finite")
-        if self.seed >= 2**63:
-            raise ValueError(f"--seed={self.seed}: must be below 2**63")
+            if field.type is int and value >= 2**40:
+                raise ValueError(f"--{field.name}={value}: must be below 2**40")
         if self.total_iterations > 10**6:
             raise ValueError(f"--num_scheduled_iterations={self.num_scheduled_iterations}: a million steps is the most")
         if self.micro_batches % world_size:
@@ -155,6 +155,9 @@ class Hyperparameters:
                     f"--{name}: {tokens} tokens do not divide into {self.micro_batches} micro-batches of a multiple of 16 "
                     f"tokens (FP8 products need that): change it or --micro_batches"
                 )
+        longest = max(max(s.batch for s in STAGES) * self.batch_unit, self.val_batch_tokens) // self.micro_batches
+        if self.doc_slots > longest + 1:
+            raise ValueError(f"--doc_slots={self.doc_slots}: the longest micro-batch has but {longest} tokens")
         if self.val_tokens % self.val_batch_tokens:
             raise ValueError(f"--val_tokens={self.val_tokens} is no multiple of --val_batch_tokens={self.val_batch_tokens}")
         if not 0 <= self.bos_id < self.vocab_size:
@@ -1161,6 +1164,8 @@ def check_data(h: Hyperparameters) -> None:
     """Raise DataError if the shards cannot feed the whole schedule, or the validation: before step 0, not at step 1700."""
     validation = find_shards(val_pattern(h))[0]
     tokens = read_shard(validation, h.vocab_size)
+    if not (tokens == h.bos_id).any():
+        raise DataError(f"{validation}: no document begins in it (no token {h.bos_id}): another shard, or --bos_id?")
     if len(tokens) <= h.val_tokens:
         raise DataError(
             f"{validation}: validation needs {h.val_tokens + 1:,} tokens, it holds {len(tokens):,}: lower --val_tokens and --val_batch_tokens"
@@ -1448,7 +1453,8 @@ def join_ranks() -> Ranks:
     if launched and missing:
         raise RunError(f"{', '.join(missing)} missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all")
     world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
-    local_rank, local_size = environment_number("LOCAL_RANK", 0), environment_number("LOCAL_WORLD_SIZE", 1, least=1)
+    local_rank = environment_number("LOCAL_RANK", 0)
+    local_size = environment_number("LOCAL_WORLD_SIZE", local_rank + 1, least=1)
     if not (rank < world_size and local_rank < local_size <= world_size):
         raise RunError(
             f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size} in the environment "
@@ -1567,7 +1573,7 @@ class Log:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resumed is None:
             self.file = open(self.path, "xb", buffering=0)
-            self.file.write(f"{header}\n".encode())
+            self._put(f"{header}\n")
         else:
             self.header, self.lines = self._annotated(resumed, header), [resumed["lines"]]
             replace_file(self.path, f"{self.header}\n{resumed['lines']}".encode())
@@ -1588,16 +1594,19 @@ class Log:
         if self.quiet:
             return
         self.lines.append(f"{text}\n")
-        self.waiting += self.lines[-1].encode()
         try:
-            while self.waiting:
-                self.waiting = self.waiting[self.file.write(self.waiting) :]
+            self._put(self.lines[-1])
         except OSError as error:
             if not self.warned:
                 self.show(f"{self.path}: {error}: the run goes on, the log's lines wait for room")
             self.warned = True
         if console:
             self.show(text)
+
+    def _put(self, text: str) -> None:
+        self.waiting += text.encode()
+        while self.waiting:  # a full disk takes a part, then raises
+            self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def show(self, text: str) -> None:
         """For the console alone."""
