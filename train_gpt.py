@@ -164,6 +164,8 @@ class Hyperparameters:
             raise ValueError(f"--bos_id={self.bos_id} is outside the vocabulary, --vocab_size={self.vocab_size}")
         if self.vocab_size > 65536:
             raise ValueError(f"--vocab_size={self.vocab_size}: shards hold uint16 tokens, so at most 65536")
+        if self.run_id and Path(self.run_id).name != self.run_id:
+            raise ValueError(f"--run_id={self.run_id}: is a file's name, without folders")
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"--dtype={self.dtype}: bfloat16 or float32")
 
