@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import shutil
 import socket
 from datetime import timedelta
 from pathlib import Path
