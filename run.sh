@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 for path in sys.argv[1:]:
     for line in open(path):
-        if name := re.match(r"[A-Za-z0-9_]+", line):
+        if name := re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line):
             found = version(name[0])
             if name[0] == "torch" and tuple(map(int, found.split(".")[:2])) < (2, 11):
                 sys.exit(1)

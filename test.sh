@@ -3,4 +3,6 @@
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source ./run.sh
 ensure_environment requirements.txt records/requirements.txt tests/requirements.txt
-exec "$PYTHON" -m pytest "$@"
+# Files of tests side by side, one for each core; one after the other where they would share a GPU.
+workers=$("$PYTHON" -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, len(os.sched_getaffinity(0))))')
+exec "$PYTHON" -m pytest --numprocesses="$workers" --dist=loadfile "$@"

@@ -18,7 +18,6 @@ KERNELS = SCRIPT.with_name("triton_kernels.py")
 SOURCES = {path.name: path.read_bytes().decode("utf-8") for path in (SCRIPT, KERNELS)}  # line breaks as they are
 
 import argparse
-import contextlib
 import ctypes
 import dataclasses
 import difflib
@@ -26,6 +25,7 @@ import functools
 import glob
 import hashlib
 import io
+import importlib.util
 import itertools
 import math
 import os
@@ -57,7 +57,9 @@ from triton_kernels import (
     ba_plus_cAA,
     band_bias,
     fp8_matmul,
+    loss_and_fp8_gradient,
     quantize_fp8,
+    quantize_fp8_both,
     relu_squared_mlp,
     softcap,
     softcapped_cross_entropy,
@@ -96,6 +98,8 @@ class Hyperparameters:
     # schedule
     num_scheduled_iterations: int = setting(1725, "steps of the three stages")
     num_extension_iterations: int = setting(40, "steps after them, at a flat low rate and longer windows")
+    comms: str = setting("sharded", "of banks and embeddings: sharded, or replicated (all-reduce, everyone updates: DDP)")
+    grad_dtype: str = setting("param", "in which gradients are summed and reduced: param (the parameter's own) or float32")
     batch_unit: int = setting(16384, "a step takes 8, 16 and 24 of these many tokens in its three stages")
     micro_batches: int = setting(8, "a step's forward passes, shared by the ranks; 16 or 32 fit smaller GPUs")
     block_size: int = setting(128, "tokens in a block, the unit of the attention windows")
@@ -166,17 +170,20 @@ class Hyperparameters:
             raise ValueError(f"--vocab_size={self.vocab_size}: shards hold uint16 tokens, so at most 65536")
         if self.run_id and Path(self.run_id).name != self.run_id:
             raise ValueError(f"--run_id={self.run_id}: is a file's name, without folders")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"--dtype={self.dtype}: bfloat16 or float32")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"--{name}={getattr(self, name)}: {' or '.join(choices)}")
 
+
+CHOICES = {"dtype": ("bfloat16", "float32"), "comms": ("sharded", "replicated"), "grad_dtype": ("param", "float32")}
 
 # What a machine without a GPU trains in two minutes: the same topology and schedule, small widths, bytes.
 DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes",
     model_dim=128, num_heads=4, head_dim=32, dtype="float32", compile=False,
-    num_scheduled_iterations=230, num_extension_iterations=10, momentum_warmup=80,
-    batch_unit=96, micro_batches=2, block_size=16,
-    val_every=120, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=300,
+    num_scheduled_iterations=310, num_extension_iterations=10, batch_unit=96, micro_batches=2, block_size=16,
+    momentum_warmup=1000, muon_lr_mul=1.6,  # so short a run wants a low momentum throughout
+    val_every=80, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=300,
 )  # fmt: skip
 PRESETS = {"record": {}, "demo": DEMO}
 
@@ -239,6 +246,74 @@ def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
     not divided by anything.
     """
     return torch.ops.bankrun.fp8_linear(x, w)[0]
+
+
+@torch.library.custom_op("bankrun::fp8_head_loss", mutates_args=())
+def fp8_head_loss_op(
+    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Product and loss at once. x (T, in), w (in, out) → the loss; its gradient in the logits in e5m2, (T, out) and (out, T);
+    x transposed and w in e4m3: all that the two backward products want, each contiguous along what they sum over."""
+    x8, x8_t = quantize_fp8_both(x, FP8_X_SCALE, torch.float8_e4m3fn)
+    w8, w8_t = quantize_fp8_both(w, FP8_W_SCALE, torch.float8_e4m3fn)
+    logits = fp8_matmul(x8, w8_t.mT, FP8_X_SCALE * FP8_W_SCALE, x.dtype, True)
+    loss, grad8, grad8_t = loss_and_fp8_gradient(logits, targets, mtp_weights, FP8_GRAD_SCALE, torch.float8_e5m2)
+    return loss, grad8, grad8_t, x8_t, w8
+
+
+@fp8_head_loss_op.register_fake
+def _(x, w, targets, mtp_weights):
+    T, inner, out = *x.shape, w.size(1)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    return (
+        x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)),
+        x.new_empty(T, out, dtype=e5m2), x.new_empty(out, T, dtype=e5m2),
+        x.new_empty(inner, T, dtype=e4m3), x.new_empty(inner, out, dtype=e4m3),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("bankrun::fp8_head_loss_backward", mutates_args=())
+def fp8_head_loss_backward_op(
+    grad: Tensor, grad8: Tensor, grad8_t: Tensor, x8_t: Tensor, w8: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """grad_x (T, in) and grad_w (in, out) in dtype. The loss's own gradient, a number, multiplies the products' scales."""
+    grad_x = fp8_matmul(grad8, w8.mT, grad * (FP8_GRAD_SCALE * FP8_W_SCALE), dtype, False)
+    grad_w = fp8_matmul(x8_t, grad8_t.mT, grad * (FP8_X_SCALE * FP8_GRAD_SCALE), dtype, False)
+    return grad_x, grad_w
+
+
+@fp8_head_loss_backward_op.register_fake
+def _(grad, grad8, grad8_t, x8_t, w8, dtype):
+    return grad.new_empty(x8_t.shape[::-1], dtype=dtype), grad.new_empty(w8.shape, dtype=dtype)
+
+
+def _fp8_head_loss_setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+    ctx.dtype = inputs[0].dtype
+    ctx.set_materialize_grads(False)
+
+
+def _fp8_head_loss_backward(ctx, grad, *_):
+    return *torch.ops.bankrun.fp8_head_loss_backward(grad, *ctx.saved_tensors, ctx.dtype), None, None
+
+
+fp8_head_loss_op.register_autograd(_fp8_head_loss_backward, setup_context=_fp8_head_loss_setup_context)
+
+
+def head_loss(x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, fp8: bool) -> Tensor:
+    """The training loss of logits x @ w, summed over tokens; x (T, in), w (in, out), targets (T,) int64, mtp_weights (K,).
+
+    On a GPU with FP8 the loss's kernel writes the gradient as the backward products want it; elsewhere the two stand apart,
+    which is the same arithmetic.
+    """
+    if fp8 and fuses_head(x):
+        return torch.ops.bankrun.fp8_head_loss(x, w, targets, mtp_weights)[0]
+    return softcapped_cross_entropy(fp8_linear(x, w) if fp8 else x @ w, targets, mtp_weights)
+
+
+def fuses_head(x: Tensor) -> bool:
+    """Whether the FP8 head and its loss are one node: on GPUs. On a CPU that would only add passes."""
+    return x.is_cuda
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -386,6 +461,8 @@ class ParamConfig:
     eps: float = 1e-10  # adam
     beta2: float = 0.95  # normuon
     stacked: int = 1  # normuon: matrices stacked in the rows of each (rows, cols) slice of the bank
+    pad_front: bool = False  # normuon: where padding goes, if the matrices do not divide over the ranks
+    grad_dtype: torch.dtype | None = None  # in which micro-batches are summed and ranks reduced; None: the parameter's
 
 
 adam = functools.partial(ParamConfig, "adam", lr=0.008, weight_decay=0.005)
@@ -393,7 +470,7 @@ normuon = functools.partial(ParamConfig, "normuon", "sharded", lr=0.023, weight_
 
 # In the order in which the reductions are launched.
 PARAM_TABLE: dict[str, ParamConfig] = {
-    "attn":           normuon(stacked=4),
+    "attn":           normuon(stacked=4, pad_front=True),  # the ranks that mlp's padding leaves idle have full shards here
     "mlp":            normuon(lr_mul=(1.0, 2.0)),  # W_fc, W_proj
     "scalars":        adam("replicated", betas=(0.90, 0.99), lr_mul=5.00, wd_mul=0.0),
     "ve0":            adam("sharded",    betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
@@ -438,14 +515,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class NorMuonAndAdam:
     """NorMuon for banks of matrices, Adam for everything else, sharded over the ranks; no groups, no hooks.
 
-    NorMuon belongs to hidden matrices, stacked in a bank (n, …, rows, cols) whose matrices divide evenly over the ranks:
-    none is ever split. Embeddings, the head, gates and scalars belong to Adam.
+    NorMuon belongs to hidden matrices, stacked in a bank (n, …, rows, cols): none is ever split. Embeddings, the head,
+    gates and scalars belong to Adam.
 
     A step has three phases:
       1. launch every gradient reduction, asynchronously, in scatter_order;
       2. in work_order: wait for the reduction, update this rank's shard (or the whole, if replicated), launch the gather;
       3. wait for the gathers, lm_head's first, whose transpose becomes embed while they are tied.
-    A shard is a view of the parameter and of its gradient: both collectives work in place.
+    A shard is a view of the parameter and of its gradient: both collectives work in place. A bank whose matrices do not
+    divide over the ranks becomes a view of a padded one; padding is zero, has no state and is never updated.
+
+    Gradients wait where autograd leaves them. Those of padded banks, and those with a wider grad_dtype, wait in a buffer:
+    `accumulate` moves them there, after each backward pass, so that micro-batches are summed in the buffer's dtype.
 
     While `tied`, embed has no reduction and no state: its gradient joins lm_head's. `split_embed` ends that.
     """
@@ -470,40 +551,76 @@ class NorMuonAndAdam:
         self.tied = True
         self.lr_mul, self.momentum = 1.0, 0.95  # the schedule's; set before each step
         self.grad_divisor = 1  # gradients are sums over this many micro-batches
-        self.shards = {label: self._shard(label, param.data) for label, param in self.params.items()}
+        self.slots = {label: self._place(label) for label in self.params}
         self.owned = {label: self._owned(label) for label in self.params}
+        self.shards = {label: self._own(label, slots) for label, slots in self.slots.items()}
+        self.buffers = self._make_buffers()
+        self.filled: set[str] = set()  # the buffers that hold a gradient
         self.state = {label: self._initial_state(label) for label in self.params}
         self.matrix_lr_mul = {
             label: self._matrix_lr_mul(label) for label in self.params if self.table[label].optim == "normuon"
         }
 
-    # Layout
+    # Layout: a parameter is rows (of an embedding, or matrices of a bank); its slots are its rows and its padding
 
     def _rows(self, label: str, x: Tensor) -> Tensor:
-        """x, shaped like the parameter, as a stack whose first dimension is what the ranks share out."""
+        """x, shaped like the parameter, as a stack of what is shared out: rows, or (matrices, rows, cols)."""
         if self.table[label].optim == "adam":
             return x
-        return x.view(-1, x.size(-2) // self.table[label].stacked, x.size(-1))  # (matrices, rows, cols)
+        return x.view(-1, x.size(-2) // self.table[label].stacked, x.size(-1))
 
-    def _shard(self, label: str, x: Tensor) -> Tensor:
-        """This rank's part of x, a view: all of it if replicated."""
-        rows = self._rows(label, x)
-        if self.table[label].comms == "replicated":
+    def _place(self, label: str) -> Tensor:
+        """The parameter's slots, as many as divide over the ranks; a bank that needs padding moves, and views them.
+
+        Raises ValueError for rows that do not divide: an embedding or a head has no padding.
+        """
+        param, config = self.params[label], self.table[label]
+        rows = self._rows(label, param.data)
+        padding = -len(rows) % self.world_size if config.comms == "sharded" else 0
+        if not padding:
             return rows
-        share, rest = divmod(rows.size(0), self.world_size)
-        if rest:
-            what = "matrices" if self.table[label].optim == "normuon" else "rows"
+        if config.optim == "adam":
             raise ValueError(
-                f"{label} {tuple(x.shape)} cannot be sharded: its {rows.size(0)} {what} do not divide over "
-                f"{self.world_size} ranks"
+                f"{label} {tuple(param.shape)} cannot be sharded: its {len(rows)} rows do not divide over {self.world_size} "
+                f"ranks: start a number of ranks that divides them, or use --comms=replicated"
             )
-        return rows.narrow(0, self.rank * share, share)
+        slots = rows.new_zeros(len(rows) + padding, *rows.shape[1:])
+        real = self._real(label, slots)
+        real.copy_(rows)
+        param.data = real.view_as(param)
+        return slots
+
+    def _real(self, label: str, slots: Tensor) -> Tensor:
+        """The slots that are not padding."""
+        n = len(self._rows(label, self.params[label].data))
+        return slots[-n:] if self.table[label].pad_front else slots[:n]
+
+    def _share(self, label: str, slots: Tensor) -> Tensor:
+        """This rank's slots, a view: all of them if replicated."""
+        if self.table[label].comms == "replicated":
+            return slots
+        share = len(slots) // self.world_size
+        return slots.narrow(0, self.rank * share, share)
 
     def _owned(self, label: str) -> slice:
-        """Which rows this rank updates."""
-        n = len(self.shards[label])
-        first = self.rank * n if self.table[label].comms == "sharded" else 0
-        return slice(first, first + n)
+        """Which rows this rank updates: those of its share that are not padding."""
+        slots, config = self.slots[label], self.table[label]
+        n, share = len(self._real(label, slots)), len(self._share(label, slots))
+        first = self.rank * share if config.comms == "sharded" else 0
+        front = len(slots) - n if config.pad_front else 0
+        return slice(*(min(max(i - front, 0), n) for i in (first, first + share)))
+
+    def _own(self, label: str, slots: Tensor) -> Tensor:
+        return self._real(label, slots)[self.owned[label]]
+
+    def _make_buffers(self) -> dict[str, Tensor]:
+        """Zero slots for the gradients that cannot wait where autograd leaves them."""
+        buffers = {}
+        for label, param in self.params.items():
+            dtype = torch.promote_types(param.dtype, self.table[label].grad_dtype or param.dtype)
+            if dtype != param.dtype or len(self.slots[label]) > len(self._rows(label, param.data)):
+                buffers[label] = torch.zeros_like(self.slots[label], dtype=dtype)
+        return buffers
 
     def _initial_state(self, label: str) -> dict[str, Tensor | int]:
         shard = self.shards[label]
@@ -523,10 +640,43 @@ class NorMuonAndAdam:
         """(n, 1, 1): each matrix of the shard its lr_mul · √max(1, rows/cols)."""
         config, (n, rows, cols) = self.table[label], self.shards[label].shape
         cycle = config.lr_mul if isinstance(config.lr_mul, tuple) else (config.lr_mul,)
-        first = self.rank * n if config.comms == "sharded" else 0
+        first = self.owned[label].start
         muls = [cycle[(first + i) % len(cycle)] * math.sqrt(max(1, rows / cols)) for i in range(n)]
         dtype = self.state[label]["momentum_buffer"].dtype
         return torch.tensor(muls, dtype=dtype, device=self.shards[label].device).view(n, 1, 1)
+
+    # Gradients that wait
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add what autograd has left to the buffers of those parameters that have one. Call it after each backward pass."""
+        for label, buffer in self.buffers.items():
+            if (grad := self.params[label].grad) is not None:
+                real = self._real(label, buffer)
+                (real.add_ if label in self.filled else real.copy_)(self._rows(label, grad))
+                self.filled.add(label)
+                self.params[label].grad = None
+
+    def _gradient(self, label: str) -> Tensor:
+        """Slots of the gradient that waits."""
+        return self.buffers[label] if label in self.filled else self._rows(label, self.params[label].grad)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that wait, by label, shaped like their parameters: by reference."""
+        self.accumulate()
+        waiting = {label for label, param in self.params.items() if param.grad is not None} | self.filled
+        return {label: self._real(label, self._gradient(label)).view_as(self.params[label]) for label in waiting}
+
+    def load_gradients(self, saved: dict[str, Tensor]) -> None:
+        """Let copies of these wait, and no others."""
+        self.filled.clear()
+        for label, param in self.params.items():
+            param.grad = None
+            if label in saved and label in self.buffers:
+                self._real(label, self.buffers[label]).copy_(self._rows(label, saved[label]))
+                self.filled.add(label)
+            elif label in saved:
+                param.grad = saved[label].to(param.device, copy=True)
 
     # The step
 
@@ -536,13 +686,14 @@ class NorMuonAndAdam:
 
         Gradients not used stay, so that the next backward pass adds to them. Raises RuntimeError for a missing one.
         """
+        self.accumulate()
         used = {label for label in self.params if do_adam or self.table[label].optim == "normuon"}
         for label in used:
-            if self.params[label].grad is None:
+            if self.params[label].grad is None and label not in self.filled:
                 raise RuntimeError(f"{label} has no gradient: every parameter takes part in every step")
         active = used - {"embed"} if self.tied else used
         if self.tied and "lm_head" in used:
-            transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
+            transpose_add(self._gradient("embed"), self._gradient("lm_head"))
 
         reductions = {label: self._launch_reduction(label) for label in self.scatter_order if label in active}
         gathers = {}
@@ -560,21 +711,23 @@ class NorMuonAndAdam:
                 transpose_copy(self.params["lm_head"].data, self.params["embed"].data)
         for label in used:
             self.params[label].grad = None
+        self.filled -= used
 
     def _launch_reduction(self, label: str) -> tuple[Tensor, dist.Work | None]:
-        """This rank's part of the summed gradient, in place, and what to wait for before reading it."""
-        grad = self.params[label].grad
-        shard = self._shard(label, grad)
+        """The summed gradient of the rows this rank owns, in place, and what to wait for before reading it."""
+        grad = self._gradient(label)
+        own = self._own(label, grad)
         if self.world_size == 1:
-            return shard, None
+            return own, None
         if self.table[label].comms == "replicated":
-            return shard, dist.all_reduce(grad, async_op=True)
-        return shard, _reduce_scatter(shard.view(-1), grad.view(-1), async_op=True)
+            return own, dist.all_reduce(grad, async_op=True)
+        return own, _reduce_scatter(self._share(label, grad).view(-1), grad.view(-1), async_op=True)
 
     def _launch_gather(self, label: str) -> dist.Work | None:
         if self.world_size == 1 or self.table[label].comms == "replicated":
             return None
-        return _all_gather(self.params[label].data.view(-1), self.shards[label].view(-1), async_op=True)
+        slots = self.slots[label]
+        return _all_gather(slots.view(-1), self._share(label, slots).view(-1), async_op=True)
 
     def _update(self, label: str, grad: Tensor) -> None:
         config, state, shard = self.table[label], self.state[label], self.shards[label]
@@ -595,8 +748,8 @@ class NorMuonAndAdam:
             banks = (
                 shard, state.get("mantissa"), grad, state["momentum_buffer"], state["second_moment"], self.matrix_lr_mul[label]
             )  # fmt: skip
-            at_once = len(shard) if shard.is_cuda else max(1, CPU_CACHE_ELEMENTS // shard[0].numel())
-            for i in range(0, len(shard), at_once):
+            at_once = max(1, len(shard) if shard.is_cuda else CPU_CACHE_ELEMENTS // shard.stride(0))
+            for i in range(0, len(shard), at_once):  # not once, where all that a rank has is padding
                 normuon_update(
                     *(bank if bank is None else bank[i : i + at_once] for bank in banks),
                     scalar(lr), scalar(config.weight_decay * config.wd_mul), scalar(self.momentum), config.beta2, grad_scale,
@@ -610,19 +763,15 @@ class NorMuonAndAdam:
         source, target = self.state["lm_head"], self.state["embed"]
         for name in ("exp_avg", "exp_avg_sq"):
             whole = source[name].new_empty(self.params["lm_head"].shape)
-            if self.world_size == 1:
-                whole.copy_(source[name])
+            if source[name].shape == whole.shape:
+                whole = source[name]
             else:
                 _all_gather(whole.view(-1), source[name].view(-1))
-            target[name].copy_(self._shard("embed", whole.mT))
+            target[name].copy_(self._share("embed", whole.mT))
         target["step"] = source["step"]
         self.tied = False
 
     # State, keyed by label
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients that wait, by label: by reference."""
-        return {label: param.grad for label, param in self.params.items() if param.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, by reference: clone it to keep it."""
@@ -892,8 +1041,7 @@ class GPT(nn.Module):
         """
         x = self.hidden_states(inputs, cu_seqlens, schedule)
         if self.training:
-            logits = fp8_linear(x, self.lm_head) if self.fp8_head else x @ self.lm_head
-            return softcapped_cross_entropy(logits, targets, schedule.mtp_weights)
+            return head_loss(x, self.lm_head, targets, schedule.mtp_weights, self.fp8_head)
         next_token_only = torch.ones(1, device=x.device, dtype=schedule.mtp_weights.dtype)
         return softcapped_cross_entropy(x @ self.lm_head, targets, next_token_only) / len(targets)
 
@@ -1279,6 +1427,15 @@ def muon_momentum(step: int, h: Hyperparameters) -> float:
     return MOMENTUM_HIGH
 
 
+def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
+    """PARAM_TABLE as the options change it."""
+    muls = {"adam": h.adam_lr_mul, "normuon": h.muon_lr_mul}
+    changes = {"comms": "replicated"} if h.comms == "replicated" else {}
+    if h.grad_dtype != "param":
+        changes["grad_dtype"] = getattr(torch, h.grad_dtype)
+    return {label: dataclasses.replace(row, lr=row.lr * muls[row.optim], **changes) for label, row in PARAM_TABLE.items()}
+
+
 class TrainingManager:
     """Applies the schedule to model and optimizer, step by step.
 
@@ -1287,9 +1444,7 @@ class TrainingManager:
 
     def __init__(self, model: GPT, h: Hyperparameters):
         self.model, self.h = model, h
-        muls = {"adam": h.adam_lr_mul, "normuon": h.muon_lr_mul}
-        table = {label: dataclasses.replace(row, lr=row.lr * muls[row.optim]) for label, row in PARAM_TABLE.items()}
-        self.optimizer = NorMuonAndAdam(model.named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
+        self.optimizer = NorMuonAndAdam(model.named_parameters(), param_table(h), SCATTER_ORDER, WORK_ORDER)
         self.optimizer.grad_divisor = h.micro_batches
         self.split_step = -(-2 * h.num_scheduled_iterations // 3) | 1  # odd, so an Adam step
         self.windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
@@ -1339,8 +1494,7 @@ class TrainingManager:
         """Back to a saved state, bit for bit, in place: compiled graphs keep their tensors."""
         for label, param in self.optimizer.params.items():
             param.data.copy_(saved["parameters"][label])
-            gradient = saved["gradients"].get(label)
-            param.grad = None if gradient is None else gradient.to(param.device, copy=True)
+        self.optimizer.load_gradients(saved["gradients"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.model.yarn.load_state(saved["yarn"])
         self.yarn_window = saved["yarn_window"]
@@ -1379,18 +1533,20 @@ class Ranks(NamedTuple):
             if not message and other != reports[0][1] and not reports[0][0]:
                 message = f"found {other}, but rank 0 {reports[0][1]}"
             if message:
-                time.sleep(0 if self.main else 2)  # the first rank tells, before a launcher ends them all
+                if not self.main:  # the first rank tells, before a launcher ends them all
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    time.sleep(2)
                 raise AgreedError(message if rank == 0 else f"rank {rank}: {message}")
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """What one rank cannot do (ValueError, OSError), none does: see agree."""
-        error: Exception | None = None
+    def together(self, function: Callable, *args: Any) -> Any:
+        """function(*args), called by all ranks: a ValueError or OSError of one is raised on each of them, as an AgreedError."""
+        result = error = None
         try:
-            yield
+            result = function(*args)
         except (ValueError, OSError) as caught:
             error = caught
         self.agree(error)
+        return result
 
     def sum(self, x: Tensor) -> Tensor:
         if self.world_size > 1:
@@ -1434,6 +1590,7 @@ class Stopped(RunError):
 
 
 JOIN_PATIENCE = timedelta(seconds=60)  # how long ranks wait for each other at the start
+PATIENCE = timedelta(minutes=5)  # and later; the most is asked for when they compile
 
 
 def environment_number(name: str, default: int, least: int = 0) -> int:
@@ -1469,6 +1626,7 @@ def join_ranks() -> Ranks:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        flash_attention()
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
@@ -1477,7 +1635,7 @@ def join_ranks() -> Ranks:
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=JOIN_PATIENCE))
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size,
+                "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE,
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
@@ -1486,6 +1644,28 @@ def join_ranks() -> Ranks:
                 f"are all of them started, once each, and is the port free? {str(error).splitlines()[0]}"
             ) from error
     return Ranks(rank, world_size, device)
+
+
+@functools.cache
+def flash_attention() -> str:
+    """Turn FlashAttention 3 on where its package is installed; what attention runs on, in words."""
+    if not torch.cuda.is_available():
+        return "banded, in PyTorch"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "varlen_attn, FA2"
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return "varlen_attn, FA3"
+
+
+def leave(message: str) -> None:
+    """End this process at once, with a message and code 1: what a broken process group would still wait for is lost."""
+    print(f"{SCRIPT.name}: error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def is_lost_rank(error: RuntimeError) -> bool:
+    """What a collective raises when another rank has gone or hangs; gloo has no type of its own for it."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def keep_freed_memory() -> None:
@@ -1521,8 +1701,8 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
+            signal.signal(number, signal.SIG_IGN if self.asked and self.several else handler)
         if self.previous:
             signal.set_wakeup_fd(self.previous_pipe)
         self.training = False
@@ -1537,7 +1717,7 @@ class Signals:
                 continue
             name = signal.Signals(number).name
             if self.asked or not self.training:
-                self._leave(number, f"{name}: ended at once")
+                self._leave(number, f"{name}: ended at once; a launcher sends SIGTERM to all ranks when one of them has died")
             self.asked = number
             print(f"{SCRIPT.name}: {name}: ends after this step; a second one ends it at once", file=sys.stderr, flush=True)
             if self.several:
@@ -1650,10 +1830,8 @@ def environment(h: Hyperparameters, ranks: Ranks) -> list[str]:
     except ImportError:
         pass
     if ranks.device.type == "cuda":
-        from torch.nn.attention import current_flash_attention_impl
-
         devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]
-        devices.append(f"attention: varlen_attn, {current_flash_attention_impl() or 'FA2'}")
+        devices.append(f"attention: {flash_attention()}")
     else:
         devices = [f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"]
     return [
@@ -1815,7 +1993,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(h: Hyperparameters) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that --resume means; 'latest' passes over damaged ones, and says so. Raises CheckpointError."""
+    """The checkpoint that h.resume means; 'latest' passes over damaged ones, and says so. Raises CheckpointError."""
     if h.resume != NEWEST:
         return Path(h.resume), read_checkpoint(Path(h.resume))
     for path in checkpoints(Path(h.log_dir), h.run_id or "*"):
@@ -1842,8 +2020,11 @@ def differences(found: Any, expected: Any, name: str = "") -> list[str]:
 
 def whole_layout(manager: TrainingManager, step: int, ranks: int) -> dict[str, Any]:
     """What whole_state gives at the start of `step`, of so many ranks: shapes and dtypes alone."""
-    optimizer, model = manager.optimizer, manager.model
-    waiting = {label for label, row in optimizer.table.items() if row.optim == "adam" and step_schedule(step, manager.h).do_adam}
+    optimizer, due = manager.optimizer, step_schedule(step, manager.h).do_adam
+    waiting = {
+        label: optimizer.buffers.get(label, optimizer.params[label].data).new_empty(optimizer.params[label].shape, device="meta")
+        for label, row in optimizer.table.items() if due and row.optim == "adam"
+    }  # fmt: skip
 
     def whole(label: str, value: Tensor | int) -> Tensor | int:
         rows = len(optimizer._rows(label, optimizer.params[label].data))
@@ -1851,14 +2032,14 @@ def whole_layout(manager: TrainingManager, step: int, ranks: int) -> dict[str, A
 
     return {
         "parameters": {label: param.data for label, param in optimizer.params.items()},
-        "gradients": {rank: {label: optimizer.params[label].data for label in waiting} for rank in range(ranks)},
+        "gradients": {rank: waiting for rank in range(ranks)},
         "optimizer": {
             "tied": True,
             "state": {
                 label: {name: whole(label, value) for name, value in state.items()} for label, state in optimizer.state.items()
             },
         },
-        "yarn": model.yarn.state(),
+        "yarn": manager.model.yarn.state(),
         "yarn_window": manager.yarn_window,
     }
 
@@ -1917,25 +2098,26 @@ def shard_sizes(h: Hyperparameters) -> dict[str, int]:
 def save(step: int, manager: TrainingManager, log: Log, seconds: float, ranks: Ranks) -> str:
     """Save the run as it is at the start of `step`; called by all ranks. The path, or why there is none: a full disk does
     not end the run. Raises RunError on all ranks, and keeps what is there, if a tensor is not finite."""
-    h, result = manager.h, ""
-    state = whole_state(manager, ranks)
-    with ranks.together():
-        if ranks.main:
-            path = Path(h.log_dir) / h.run_id / f"step_{step:06d}.pt"
-            if bad := not_finite(state):
-                raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier checkpoints are good")
-            saved = {
-                "step": step, "seconds": seconds, "run_id": h.run_id, "log": log.text(), "hyperparameters": dataclasses.asdict(h),
-                "sources": {"script": SOURCES[SCRIPT.name], "kernels": SOURCES[KERNELS.name]}, "shards": shard_sizes(h),
-                "state": state,
-            }  # fmt: skip
-            try:
-                write_checkpoint(path, saved, h.keep_checkpoints)
-                result = f"checkpoint {path}"
-            except OSError as error:
-                result = f"no checkpoint of step {step}: {path}: {error.strerror}"
-                log.show(f"{result}: the run goes on")
-    return result
+    h, state = manager.h, whole_state(manager, ranks)
+
+    def write() -> str:
+        path = Path(h.log_dir) / h.run_id / f"step_{step:06d}.pt"
+        if bad := not_finite(state):
+            raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier checkpoints are good")
+        saved = {
+            "step": step, "seconds": seconds, "run_id": h.run_id, "log": log.text(), "hyperparameters": dataclasses.asdict(h),
+            "sources": {"script": SOURCES[SCRIPT.name], "kernels": SOURCES[KERNELS.name]}, "shards": shard_sizes(h),
+            "state": state,
+        }  # fmt: skip
+        try:
+            write_checkpoint(path, saved, h.keep_checkpoints)
+        except OSError as error:
+            message = f"no checkpoint of step {step}: {path}: {error.strerror}"
+            log.show(f"{message}: the run goes on")
+            return message
+        return f"checkpoint {path}"
+
+    return ranks.together(write if ranks.main else str)
 
 
 def check_usable(path: Path, saved: dict[str, Any], manager: TrainingManager) -> None:
@@ -1996,9 +2178,12 @@ def resumption_note(path: Path, saved: dict[str, Any], h: Hyperparameters, ranks
     return "\n".join([f"resumed at step {saved['step']} from {path}, {source}", *environment(h, ranks), *diff])
 
 
-def check_room(manager: TrainingManager, h: Hyperparameters) -> None:
-    """Raise OSError if checkpoints cannot be written where they belong, or have no room there: before training."""
+def check_room(manager: TrainingManager, ranks: Ranks) -> None:
+    """Raise OSError if checkpoints, should there be any, cannot be written where they belong: before training."""
+    h = manager.h
     folder = Path(h.log_dir) / h.run_id
+    if not (h.save_every and ranks.main):
+        return
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "probe", b"probe")
     (folder / "probe").unlink()
@@ -2135,25 +2320,21 @@ def blame(manager: TrainingManager, ranks: Ranks) -> str:
 def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> None:
     """One run, from the weights' start, or from a checkpoint, to the last line of the log. Raises RunError."""
     h, signals = dataclasses.replace(h), signals or Signals()
-    saved: dict[str, Any] | None = None
-    with ranks.together():
-        h.check(ranks.world_size)
-        check_data(h)
-        if h.resume:
-            path, saved = find_checkpoint(h)
-            check_fits(path, saved, h)
-        model, manager = build(h, ranks)
-        if saved:
-            check_usable(path, saved, manager)
-        unnamed = saved["run_id"] if saved else f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
-        h.run_id = h.run_id or unnamed
-        if h.save_every and ranks.main:
-            check_room(manager, h)
+    ranks.together(h.check, ranks.world_size)
+    ranks.together(check_data, h)
+    path, saved = ranks.together(find_checkpoint, h) if h.resume else (None, None)
+    if saved:
+        ranks.together(check_fits, path, saved, h)
+    model, manager = ranks.together(build, h, ranks)
+    if saved:
+        ranks.together(check_usable, path, saved, manager)
     first = saved["step"] if saved else 0
-    ranks.agree(None, f"{path}, step {first}" if saved else "")
-    with ranks.together():
-        header = resumption_note(path, saved, h, ranks) if saved else log_header(h, ranks)
-        log = Log(ranks, h, header, saved and saved["log"])
+    ranks.agree(None, f"{path} at step {first}" if saved else "")
+    unnamed = saved["run_id"] if saved else f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
+    h.run_id = h.run_id or unnamed
+    ranks.together(check_room, manager, ranks)
+    header = resumption_note(path, saved, h, ranks) if saved else log_header(h, ranks)
+    log = ranks.together(Log, ranks, h, header, saved and saved["log"])
     if ranks.main:
         log.show(f"log: {log.path}")
         if saved:
@@ -2242,6 +2423,7 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
                 mean = loss / (tokens // ranks.world_size * sum(manager.current.mtp_weights))
                 current = StepReport(step, tokens, mean, signals.asked, ranks)
             micro_loss.backward()
+            manager.optimizer.accumulate()
         loss, asked = current.read()
         if not math.isfinite(loss):
             what = f"the training loss is {loss} at step {step}: stopped before its update; {blame(manager, ranks)}"
@@ -2324,16 +2506,18 @@ def main(argv: list[str] | None = None) -> None:
     first = os.environ.get("RANK", "0") == "0"
     try:
         h = parse_options(argv)
-        ranks = join_ranks()
         with Signals() as signals:
-            train(h, ranks, signals)
+            train(h, join_ranks(), signals)
     except Stopped as stopped:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that sees another rank leave first sends one more
         raise SystemExit(stopped.code) from None
     except (RunError, ValueError) as error:
         if first or not isinstance(error, AgreedError):
             print(f"{SCRIPT.name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        leave(f"rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

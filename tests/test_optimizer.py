@@ -452,9 +452,9 @@ STEPS, SPLIT = 6, 3  # of h(): Adam on 1, 3 and 5, the split after 3
 
 
 def try_to_shard() -> list[str]:
-    """The messages for parameters that two or four ranks cannot share."""
+    """The messages for parameters that two or four ranks cannot share; a bank, padded, is none of them."""
     messages = []
-    for label, shape in (("ve0", (129, 16)), ("mlp", (3, 1, 64, 16))):
+    for label, shape in (("ve0", (129, 16)), ("mlp", (3, 1, 64, 16)), ("lm_head", (17, 128))):
         try:
             NorMuonAndAdam([(label, nn.Parameter(torch.zeros(shape)))], {label: PARAM_TABLE[label]}, [label], [label])
         except ValueError as error:
@@ -605,8 +605,8 @@ def test_each_rank_keeps_the_state_of_its_share_alone(trained, world_size: int) 
 def test_parameter_that_cannot_be_sharded_is_named(trained, world_size: int) -> None:
     for messages in (rank["refusals"] for rank in trained(world_size)):
         assert len(messages) == 2
-        for message, label, shape in zip(messages, ("ve0", "mlp"), ("(129, 16)", "(3, 1, 64, 16)")):
-            assert label in message and shape in message and f"{world_size} ranks" in message
+        for message, label, shape in zip(messages, ("ve0", "lm_head"), ("(129, 16)", "(17, 128)")):
+            assert label in message and shape in message and f"{world_size} ranks" in message and "--comms" in message
 
 
 # State

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -250,6 +251,8 @@ def fails(capsys, arguments, *messages, code=1):
         (dict(num_scheduled_iterations=0), "--num_scheduled_iterations=0: must be positive"),
         (dict(val_every=-1), "--val_every=-1: must be 0 or more"),
         (dict(dtype="int8"), "--dtype=int8: bfloat16 or float32"),
+        (dict(comms="both"), "--comms=both: sharded or replicated"),
+        (dict(grad_dtype="float16"), "--grad_dtype=float16: param or float32"),
         (dict(data="/nowhere"), "no shard matches /nowhere/.*_val_.*data/local_text.py"),
         (dict(num_scheduled_iterations=3000), r"3002 steps need [\d,]+ tokens .* enough for \d+ steps"),
         (dict(val_tokens=1024 * 1024), "validation needs 1,048,577 tokens, it holds 4,096"),
@@ -321,3 +324,54 @@ def test_a_nan_loss_stops_all_ranks_and_names_the_step(shards, tmp_path):
     assert result.returncode != 0 and time.monotonic() - started < 60
     assert re.search(r"wild.py: error: .*the training loss is (nan|inf) at step \d", result.stderr), result.stderr
     assert "val_loss" not in (tmp_path / "logs" / "run.txt").read_text().split("=" * 100 + "\n")[2]
+
+
+def rank_of(pid):
+    """RANK in the environment of a process, or None."""
+    try:
+        return dict(pair.split(b"=", 1) for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if pair).get(b"RANK")
+    except OSError:
+        return None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, victim):
+    arguments = options(shards, tmp_path, batch_unit=32, num_scheduled_iterations=80, val_every=0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt.py", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        before = []
+        while not before or not before[-1].startswith("step:3/"):
+            before.append(process.stdout.readline())
+            assert before[-1], process.stderr.read()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (pid,) = [int(child) for child in children if rank_of(child) == str(victim).encode()]
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        after, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert time.monotonic() - killed < 30 and process.returncode != 0
+    ours = [line for line in errors.splitlines() if "train_gpt.py: error:" in line]
+    assert len(ours) == 1, errors
+    assert re.search(rf"rank {1 - victim}: (lost another rank|ended by SIGTERM).* died", ours[0])
+    log = (tmp_path / "logs" / "run.txt").read_text()
+    assert all(line in log for line in "".join([*before, after]).splitlines() if line.startswith("step:"))
+
+
+def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
+    """Each rank looks into a folder of its own, as on nodes with disks of their own."""
+    lonely = tmp_path / "node1"
+    lonely.mkdir()
+    shutil.copy(shards / "local_val_000000.bin", lonely)
+    (tmp_path / "nodes.py").write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
+        f"train_gpt.main([*sys.argv[1:], '--data=' + [{str(shards)!r}, {str(lonely)!r}][int(os.environ['RANK'])]])\n"
+    )
+    started = time.monotonic()
+    result = launch(options(shards, tmp_path), script=tmp_path / "nodes.py")
+    assert result.returncode != 0 and time.monotonic() - started < 60
+    assert re.search(rf"error: rank 1: no shard matches {lonely}/\*_train_\*.bin", result.stderr), result.stderr
+    assert result.stderr.count("no shard matches") == 1 and not list((tmp_path / "logs").glob("*"))

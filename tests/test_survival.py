@@ -528,7 +528,7 @@ def test_without_saving_a_signal_ends_the_run_all_the_same(shards, tmp_path, mon
     assert exit_.value.code == 130
     last = lines_of(tmp_path / "logs" / "run.txt").splitlines()[-1]
     assert re.fullmatch(r"stopped by SIGINT after step:[12]/8: no checkpoint, as --save_every=0", last)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,0 +1,217 @@
+"""What travels between the ranks in an optimizer step, who does how much of the work, and what each rank holds.
+
+    python bench/communication.py [--world_sizes=2,4,8,16] [any option of the trainer]     # markdown tables, from theory
+
+`sent` and `expected_calls` are the theory; `counted` counts what the optimizer really asks the process group for, and
+tests/test_ranks.py compares the two, call by call. Bytes are those that one rank sends in a ring, which is the least that any
+algorithm can do: (W−1)/W of the tensor for a reduce-scatter or an all-gather, twice that for an all-reduce.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train_gpt
+from train_gpt import GPT, NUM_LAYERS, WORK_ORDER, Hyperparameters, ParamConfig, param_table, parse_options
+
+# -----------------------------------------------------------------------------
+# Theory
+
+
+class Call(NamedTuple):
+    """One collective of an optimizer step."""
+
+    kind: str  # "reduce-scatter", "all-gather" or "all-reduce"
+    sent: float  # bytes that one rank sends
+
+
+class Parameter(NamedTuple):
+    """What the theory needs to know of one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def sent(kind: str, size: int, world_size: int) -> float:
+    """Bytes that one rank of a ring sends, for a tensor of `size` bytes that is whole on every rank before or after."""
+    return size * (world_size - 1) / world_size * (2 if kind == "all-reduce" else 1)
+
+
+def matrices(parameter: Parameter, config: ParamConfig) -> int:
+    """How many matrices a bank holds."""
+    return torch.Size(parameter.shape[:-2]).numel() * config.stacked
+
+
+def slot_bytes(parameter: Parameter, config: ParamConfig, dtype: torch.dtype, world_size: int) -> int:
+    """Bytes of a parameter in dtype, with the padding that makes the matrices of a sharded bank divide over the ranks."""
+    size = torch.Size(parameter.shape).numel() * dtype.itemsize
+    if config.optim == "adam" or config.comms == "replicated":
+        return size
+    n = matrices(parameter, config)
+    return size // n * -(-n // world_size) * world_size
+
+
+def expected_calls(
+    parameters: dict[str, Parameter], table: dict[str, ParamConfig], world_size: int, do_adam: bool, tied: bool
+) -> dict[tuple[str, str], Call]:
+    """Each collective of a step, in its order, by label and "reduce" or "gather": every parameter once, none twice."""
+    active = [
+        label for label, config in table.items() if (do_adam or config.optim == "normuon") and not (tied and label == "embed")
+    ]
+    calls = {}
+    for label in active:
+        parameter, config = parameters[label], table[label]
+        kind = "reduce-scatter" if config.comms == "sharded" else "all-reduce"
+        dtype = torch.promote_types(parameter.dtype, config.grad_dtype or parameter.dtype)
+        calls[label, "reduce"] = Call(kind, sent(kind, slot_bytes(parameter, config, dtype, world_size), world_size))
+    for label in WORK_ORDER:
+        if label in active and table[label].comms == "sharded":
+            size = slot_bytes(parameters[label], table[label], parameters[label].dtype, world_size)
+            calls[label, "gather"] = Call("all-gather", sent("all-gather", size, world_size))
+    return calls
+
+
+# -----------------------------------------------------------------------------
+# Counting
+
+
+@contextmanager
+def counted() -> Iterator[list[Call]]:
+    """Within the block, the list grows by every tensor collective that the trainer asks for, in its order."""
+    calls: list[Call] = []
+
+    def counting(kind: str, owner: object, name: str, whole: int):
+        """A stand-in for owner.name, whose argument number `whole` is the tensor that every rank has whole."""
+        function = getattr(owner, name)
+
+        def call(*args, **options):
+            calls.append(Call(kind, sent(kind, args[whole].nbytes, dist.get_world_size())))
+            return function(*args, **options)
+
+        return patch.object(owner, name, call)
+
+    with (
+        counting("reduce-scatter", train_gpt, "_reduce_scatter", 1),
+        counting("all-gather", train_gpt, "_all_gather", 0),
+        counting("all-reduce", dist, "all_reduce", 0),
+    ):
+        yield calls
+
+
+# -----------------------------------------------------------------------------
+# Tables
+
+
+def model_parameters(h: Hyperparameters) -> dict[str, Parameter]:
+    with torch.device("meta"):
+        model = GPT(h.vocab_size, NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, 1)
+    if h.dtype == "float32":
+        model.float()
+    return {label: Parameter(tuple(param.shape), param.dtype) for label, param in model.named_parameters()}
+
+
+def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    def line(cells: Iterable[object]) -> str:
+        return "| " + " | ".join(f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+
+    head = list(head)
+    return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])
+
+
+def traffic_table(parameters: dict[str, Parameter], h: Hyperparameters, world_sizes: list[int]) -> str:
+    """Megabytes that a rank sends in a step: by parameter, then by kind of step, then what other layouts would send."""
+    table, baseline = param_table(h), param_table(Hyperparameters(**{**vars(h), "comms": "replicated"}))
+    whole = {W: expected_calls(parameters, table, W, True, False) for W in world_sizes}
+    names = {label: f"{label} {'×'.join(map(str, parameter.shape))}" for label, parameter in parameters.items()}
+
+    def total(rows: dict[str, ParamConfig], W: int, do_adam: bool, tied: bool) -> float:
+        return sum(call.sent for call in expected_calls(parameters, rows, W, do_adam, tied).values()) / 1e6
+
+    def banks(W: int) -> float:
+        """Bytes of all bank matrices in bf16, in which Polar Express takes them."""
+        return sum(torch.Size(parameters[label].shape).numel() * 2 for label in table if table[label].optim == "normuon") / 1e6
+
+    kinds = {"NorMuon alone (even steps)": (False, True), "with Adam, tied": (True, True), "with Adam, split": (True, False)}
+    rows = [
+        [names[label], *(sum(whole[W][label, phase].sent for phase in ("reduce", "gather") if (label, phase) in whole[W]) / 1e6
+                         for W in world_sizes)]
+        for label in table
+    ]  # fmt: skip
+    rows += [[f"**{kind}**", *(total(table, W, *how) for W in world_sizes)] for kind, how in kinds.items()]
+    rows += [[f"all-reduce: {kind}", *(total(baseline, W, *how) for W in world_sizes)] for kind, how in kinds.items()]
+    rows.append(["split matrices would add: updates to all", *(banks(W) * (W - 1) / W for W in world_sizes)])
+    rows.append(["or: to one rank each, and back", *(2 * banks(W) * (W - 1) / W**2 for W in world_sizes)])
+    return markdown(["MB sent by a rank", *(f"W = {W}" for W in world_sizes)], rows)
+
+
+def polar_express_flops(rows: int, cols: int) -> int:
+    """Of one step on a matrix: the Gram matrix, its square, and the product with the matrix, each multiply-add as two."""
+    large, small = max(rows, cols), min(rows, cols)
+    return 2 * small * small * large + 2 * small**3 + 2 * small * small * large
+
+
+def balance_table(parameters: dict[str, Parameter], table: dict[str, ParamConfig], world_sizes: list[int]) -> str:
+    """Matrices and orthogonalisation work of the busiest rank, by the same rule for padding as the optimizer's."""
+    rows = []
+    banks = [label for label, config in table.items() if config.optim == "normuon"]
+    for W in world_sizes:
+        work, slots, padding = [0] * W, [], []
+        total = 0
+        for label in banks:
+            config, shape = table[label], parameters[label].shape
+            n = matrices(parameters[label], config)
+            share = -(-n // W)
+            front = share * W - n if config.pad_front else 0
+            flops = polar_express_flops(shape[-2] // config.stacked, shape[-1])
+            for slot in range(front, front + n):
+                work[slot // share] += flops
+            total += n * flops
+            slots.append(str(share))
+            padding.append(f"{n} → {share * W}" if share * W > n else f"{n}")
+        rows.append([W, *padding, " + ".join(slots), f"{max(work) / (total / W):.2f}", work.count(0)])
+    head = ["W", *banks, "matrices a rank, at most", "busiest rank's work / ideal", "idle ranks"]
+    return markdown(head, rows)
+
+
+def memory_table(parameters: dict[str, Parameter], h: Hyperparameters, world_sizes: list[int]) -> str:
+    """Megabytes of optimizer state on a rank. Moments are fp32; NorMuon's second moment is a number a row; bf16 banks have mantissas."""
+
+    def state_bytes(label: str, config: ParamConfig, W: int) -> float:
+        shape, dtype = parameters[label]
+        n = torch.Size(shape).numel()
+        if config.optim == "adam":
+            size = 8 * n
+        else:
+            rows, cols = shape[-2] // config.stacked, shape[-1]
+            size = 4 * n + 4 * n // min(rows, cols) + (2 * n if dtype == torch.bfloat16 else 0)
+        return size * (-(-matrices(parameters[label], config) // W) / matrices(parameters[label], config)
+                       if config.optim == "normuon" and config.comms == "sharded"
+                       else 1 / W if config.comms == "sharded" else 1)  # fmt: skip
+
+    rows = []
+    for comms in ("sharded", "replicated"):
+        table = param_table(Hyperparameters(**{**vars(h), "comms": comms}))
+        rows.append([comms, *(sum(state_bytes(label, c, W) for label, c in table.items()) / 1e6 for W in world_sizes)])
+    return markdown(["MB of state on a rank", *(f"W = {W}" for W in world_sizes)], rows)
+
+
+def main() -> None:
+    chosen = [option for option in sys.argv[1:] if option.startswith("--world_sizes=")]
+    options = [option for option in sys.argv[1:] if option not in chosen]
+    h = parse_options(["--preset=record", *options])
+    world_sizes = [int(W) for W in chosen[-1].partition("=")[2].split(",")] if chosen else [2, 4, 8, 16]
+    parameters = model_parameters(h)
+    print(traffic_table(parameters, h, world_sizes), "\n")
+    print(memory_table(parameters, h, [1, *world_sizes]), "\n")
+    print(balance_table(parameters, param_table(h), sorted({8, 16, 24, 32, 48, 64, *world_sizes})))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,580 @@
+"""Check and time everything on a CUDA machine: one command, nothing downloaded, under 9 minutes on one H200 by design.
+
+    python bench/gpu.py                     # all sections; a report under records/, exit code 1 if a check failed
+    python bench/gpu.py --only=kernels,run  # some of them
+    python bench/gpu.py --dry-run           # the same code on a CPU at tiny sizes: proves the command, measures nothing
+
+Each section checks or measures one thing and fails alone. The report is written anew after each, so that what was found
+stays when the machine goes.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
+
+
+def table(header: list[str], rows: list[list]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+@dataclasses.dataclass
+class Bench:
+    """What the sections share."""
+
+    dry: bool
+    scratch: Path  # shards, logs, compile cache
+    report: Path  # without suffix
+    folder: Path | None = None  # shards, once made
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    def settings(self, **changes):
+        """The record on generated shards: byte tokens under the record's vocabulary, few steps; tiny on a dry run."""
+        from train_gpt import Hyperparameters
+
+        h = Hyperparameters(
+            data=str(self.shards()), bos_id=256, encoding="bytes", num_scheduled_iterations=45, num_extension_iterations=5,
+            val_every=15, val_tokens=524_288, val_batch_tokens=524_288, log_dir=str(self.scratch / "logs"),
+        )  # fmt: skip
+        if self.dry:
+            h = dataclasses.replace(
+                h, vocab_size=257, model_dim=32, num_heads=2, head_dim=16, dtype="float32", compile=False, batch_unit=32,
+                micro_batches=2, block_size=16, num_scheduled_iterations=6, num_extension_iterations=2, val_every=4,
+                val_tokens=2048, val_batch_tokens=2048,
+            )  # fmt: skip
+        return dataclasses.replace(h, **changes)
+
+    def shards(self) -> Path:
+        """The text of this machine's Python packages as bytes; of this project's tests on a dry run."""
+        if self.folder is None:
+            source = ROOT / "tests" if self.dry else sysconfig.get_paths()["purelib"]
+            self.folder = self.scratch / "data"
+            command = [sys.executable, ROOT / "data" / "local_text.py", f"--input={source}", f"--output={self.folder}"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return self.folder
+
+    def ranks(self) -> int:
+        """As many ranks as run.sh starts: one a GPU, and what shares 8 micro-batches evenly."""
+        import torch
+
+        return 2 if self.dry else max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())
+
+
+# -----------------------------------------------------------------------------
+# Sections: each returns Markdown and data, and raises AssertionError for what should hold and does not
+
+
+def environment(bench: Bench) -> tuple[str, dict]:
+    import torch
+    import triton
+
+    import train_gpt
+
+    facts = {
+        "Python": sys.version.split()[0],
+        "PyTorch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "Triton": triton.__version__,
+    }
+    if not bench.dry:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
+        facts["GPUs"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().replace("\n", "; ")
+        facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        facts["FP8 head"] = train_gpt.has_fp8(torch.device("cuda"))
+    facts["attention"] = train_gpt.flash_attention()
+    return table(["what", "is"], [[key, value] for key, value in facts.items()]), facts
+
+
+def kernels(bench: Bench) -> tuple[str, dict]:
+    """Every kernel against fp64: the largest error, as a share of what the formats' rounding allows."""
+    import torch
+
+    import kernel_checks as checks
+
+    worst = [0.0]
+    assert_within = checks.assert_within
+
+    def recorded(found, exact, bound) -> None:
+        assert_within(found, exact, bound)
+        share = ((found.double() - exact).abs() / bound).nan_to_num(0.0, 0.0, 0.0)
+        worst[0] = max(worst[0], share.max().item() if share.numel() else 0.0)
+
+    dtype, device = (torch.float16, "cpu") if bench.dry else (torch.bfloat16, "cuda")
+    products = [(2, 20, 10)] if bench.dry else [(257, 40), (3, 20, 300), (5, 768, 768), (3, 3072, 768)]
+    values = ["random"] if bench.dry else ["random", "zeros", "equal", "large", "nan"]
+    nearest = checks.CARRIES_LOST if bench.dry else checks.NEAREST
+    cases: list[tuple[str, Callable]] = []
+    for shape in products:
+        for name in ("XXT", "XTX", "ba_plus_cAA", "aX_plus_BX", "aX_plus_XB"):
+            cases += [
+                (f"{name} {shape} {v}", lambda n=name, s=shape, v=v: checks.check_product(n, s, dtype, v, False, device))
+                for v in values
+            ]
+    for sizes in [(20, 24, 40)] if bench.dry else [(8, 8, 16), (150, 72, 312), (16384, 768, 3072)]:
+        cases += [
+            (f"relu_squared {sizes} {v}", lambda s=sizes, v=v: checks.check_relu_squared(s, dtype, v, device)) for v in values
+        ]
+    for T, V in [(70, 130)] if bench.dry else [(1, 3), (65, 1030), (330, 2100), (2048, 50304)]:
+        cases += [(f"loss ({T}, {V}) {v}", lambda T=T, V=V, v=v: checks.check_loss(T, V, 3, dtype, v, device)) for v in values]
+    if bench.dry or torch.cuda.get_device_capability() >= (8, 9):
+        cases.append(("loss in FP8", lambda: checks.check_loss_in_fp8(device, nearest)))
+        cases.append(("quantize in FP8", lambda: checks.check_quantize_in_fp8(device, nearest)))
+    for shape in [(20, 30)] if bench.dry else [(1, 1), (70, 130), (50304, 768), (768, 50304)]:
+        cases.append((f"transposes {shape}", lambda s=shape: checks.check_transpose(s, dtype, device)))
+        cases.append((f"quantize {shape}", lambda s=shape: checks.check_quantize((s[0], s[1] + 4), dtype, device)))
+    rows, failed = [], []
+    with mock.patch.object(checks, "assert_within", recorded):
+        for name, check in cases:
+            worst[0] = 0.0
+            try:
+                check()
+                rows.append([name, f"{worst[0]:.2f}"])
+            except Exception as error:  # every kernel is to be seen, whatever became of the one before
+                failed.append(name)
+                rows.append([name, f"FAILED: {type(error).__name__}: {error}".replace("\n", " ")[:300]])
+    text = table(["kernel, shape, values", "largest error / allowed"], rows)
+    if failed:
+        raise SectionError(f"{len(failed)} of {len(cases)} checks failed: {', '.join(failed)}", text, {"rows": rows})
+    return text, {"rows": rows}
+
+
+class SectionError(AssertionError):
+    """A check that failed, with what was found."""
+
+    def __init__(self, message: str, text: str, data: dict):
+        super().__init__(message)
+        self.text, self.data = text, data
+
+
+def attention(bench: Bench) -> tuple[str, dict]:
+    """attend as the model calls it, forward and backward, against the banded reference in fp64."""
+    import torch
+
+    import triton_kernels as tk
+    from train_gpt import EXTENSION, FINAL_VALIDATION, STAGES
+
+    h = bench.settings()
+    dtype, T = (torch.float32, 512) if bench.dry else (torch.bfloat16, 16384)
+    unit = 2.0**-24 if bench.dry else 2.0**-8
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(32, T // 8, (64,), generator=generator).cumsum(0)
+    starts = torch.cat((torch.zeros(1), lengths[lengths < T], torch.full((64,), T)))[:64].int().to(bench.device)
+    rows, failed = [], []
+    for stage in dict.fromkeys((*STAGES, EXTENSION, FINAL_VALIDATION)):
+        for kind, blocks in (("short", stage.short), ("long", stage.long)):
+            for p in (1, 2):  # plain, paired heads
+                shape = (p * T, h.num_heads // p, h.head_dim)
+                x = [torch.randn(shape, generator=generator).to(bench.device, dtype) for _ in range(4)]
+                x = [z / z.float().square().mean(-1, keepdim=True).sqrt().to(dtype) for z in x]
+                window, cu_seqlens = blocks * h.block_size, p * starts
+                bias = tk.band_bias(cu_seqlens, p * T, window, torch.float64)
+                results = []
+                for wide in (False, True):
+                    q, k, v = (z.to(torch.float64 if wide else dtype).requires_grad_() for z in x[:3])
+                    band = tk.Band(cu_seqlens, window, p * T, bias if wide else (bias.float() if bench.dry else None))
+                    out = tk.attend(q, k, v, band, 0.1)
+                    results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), x[3].to(out.dtype))))
+                del bias
+                errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*results)]
+                # A result is rounded once, after probabilities and their gradients have been rounded too.
+                if max(errors) > (40 if bench.dry else 4) * unit:
+                    failed.append(f"window {window}, paired {p == 2}")
+                rows.append([f"{kind} {window}", "paired" if p == 2 else "plain", *(f"{error:.2e}" for error in errors)])
+    text = table(["window", "heads", "output", "dq", "dk", "dv"], rows)
+    if failed:
+        raise SectionError(f"attention is off: {'; '.join(failed)}", text, {"rows": rows})
+    return text, {"rows": rows}
+
+
+def model(bench: Bench) -> tuple[str, dict]:
+    """The model as it trains against fp32 on the CPU: same weights and batch, FP8 head in both; loss and gradients by label."""
+    import torch
+
+    import train_gpt as tg
+
+    h = bench.settings()
+    tokens = 256 if bench.dry else 2048
+    torch.manual_seed(h.seed)
+    reference = tg.GPT(h.vocab_size, tg.NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, tokens, fp8_head=True)
+    with torch.no_grad():
+        for param in reference.parameters():
+            if param.ndim > 1:
+                param.add_(torch.randn(param.shape) * 0.02)
+    device = torch.device(bench.device)
+    trained = tg.GPT(h.vocab_size, tg.NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, tokens, fp8_head=tg.has_fp8(device))
+    trained.load_state_dict(reference.state_dict())
+    trained.to(device)
+    reference.float()
+    if h.compile:
+        trained.compile(dynamic=False, fullgraph=True)
+    batch = next(tg.distributed_data_generator(
+        tg.train_pattern(h), tokens, h.max_doc_len, micro_batches=1, rank=0, world_size=1, bos_id=h.bos_id,
+    ))  # fmt: skip
+    grads, losses = [], []
+    for net in (trained, reference):
+        where = net.embed.device
+        schedule = tg.ForwardSchedule(torch.tensor([1.0, 0.5], device=where), 3 * h.block_size, 7 * h.block_size, h.max_doc_len)
+        loss = net(*(x.to(where) for x in batch), schedule)
+        loss.backward()
+        losses.append(loss.item() / tokens)
+        grads.append({label: param.grad.double().cpu() for label, param in net.named_parameters()})
+    errors = {label: ((grads[0][label] - g).norm() / g.norm().clamp_min(1e-30)).item() for label, g in grads[1].items()}
+    loss_error = abs(losses[0] / losses[1] - 1)
+    rows = [["loss", f"{loss_error:.2e}"], *([label, f"{error:.2e}"] for label, error in errors.items())]
+    text = table(["gradient of", "relative error"], rows)
+    # bf16 keeps 8 bits, and eleven layers lose some of them; gates of 12 inputs are sums of small differences.
+    worst = max(errors, key=errors.get)
+    if loss_error > 5e-3 or errors[worst] > 0.2:
+        raise SectionError(f"loss off by {loss_error:.2e}, the gradient of {worst} by {errors[worst]:.2e}", text, errors)
+    return text, {"loss": losses, **errors}
+
+
+def flops_per_token(h) -> int:
+    """Operations of the products with weights, forward and backward; attention's own products are not counted."""
+    vocab = -(-h.vocab_size // 128) * 128
+    return 6 * (10 * 4 * h.model_dim**2 + 11 * 2 * 4 * h.model_dim**2 + h.model_dim * vocab)
+
+
+def run(bench: Bench) -> tuple[str, dict]:
+    """The real script, launched as users launch it: compiles cleanly, learns, and how fast each stage is."""
+    import train_gpt as tg
+
+    h = bench.settings(run_id="gpu")
+    defaults = tg.Hyperparameters()
+    names = [field.name for field in dataclasses.fields(h)]
+    options = [f"--{name}={getattr(h, name)}" for name in names if getattr(h, name) != getattr(defaults, name)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={bench.ranks()}"]
+    command += [str(ROOT / "train_gpt.py"), "--preset=record", *options]
+    environ = {**os.environ, "TORCH_LOGS": "recompiles,graph_breaks", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, timeout=400)
+    if done.returncode:
+        raise SectionError(f"exit code {done.returncode}", f"```\n{done.stdout[-4000:]}\n```", {"output": done.stdout[-20000:]})
+    before, _, after = done.stdout.partition("warm-up ")
+    warm_up_seconds = int(re.match(r"\d+", after)[0])
+    recompiles = len(re.findall(r"Recompiling function", after))
+    breaks = len(re.findall(r"Graph break", done.stdout))
+    log = Path(h.log_dir, "gpu.txt").read_text().rpartition("=" * 100)[2]
+    losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", log)]
+    ends = {int(step): float(ms) / 1000 for step, ms in re.findall(r"^step:(\d+)/\d+ train_time:(\d+)ms", log, re.M)}
+    memory = re.search(r"^peak memory.*", log, re.M)[0]
+    rows, stages = [], []
+    bounds = [*(round(i * h.num_scheduled_iterations / 3) for i in range(4)), h.total_iterations]
+    for i, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        steps = [ends[s] - ends[s - 1] for s in range(max(first + 2, last - 6), last + 1) if s - 1 in ends]
+        seconds = statistics.median(steps)
+        tokens = tg.step_schedule(last - 1, h).batch_tokens
+        name = "extension" if i == 3 else f"stage {i + 1}"
+        achieved = flops_per_token(h) * tokens / seconds / bench.ranks()
+        peak = next((value for chip, value in BF16_PEAK.items() if not bench.dry and chip in _gpu_name()), None)
+        share = f"{achieved / peak:.1%}" if peak else ""
+        stages.append({"stage": name, "seconds": seconds, "tokens": tokens, "flops": achieved})
+        rows.append([name, f"{tokens:,}", f"{1000 * seconds:.1f}", f"{tokens / seconds:,.0f}", f"{achieved / 1e12:.3g}", share])
+    text = table(["stage", "tokens a step", "ms a step", "tokens/s", "TFLOP/s a GPU", "of the bf16 peak"], rows)
+    text += f"\n\n{bench.ranks()} ranks. Warm-up with an empty compile cache: {warm_up_seconds} s. "
+    text += f"Graph breaks: {breaks}; recompiled after the warm-up: {recompiles}.\n"
+    text += f"Validation losses: {', '.join(map(str, losses))}. {memory}."
+    data = {"stages": stages, "warm_up": warm_up_seconds, "recompiles": recompiles, "breaks": breaks, "losses": losses}
+    if breaks or recompiles or not losses[-1] < losses[0]:
+        raise SectionError("graph breaks, recompilation after the warm-up, or a loss that does not fall", text, data)
+    return text, data
+
+
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+KINDS = {  # of GPU kernels, and of PyTorch's operators on a CPU, by name; the first that matches
+    "attention": r"flash|fmha|attention|Banded|softmax|bmm",
+    "products": r"gemm|nvjet|cutlass|wgmma|sm90_xmma|_product_kernel|_relu_squared|aten::(add)?mm|baddbmm|_scaled_mm|fp8_",
+    "loss": r"_loss_kernel|cross_entropy|logsumexp",
+    "communication": r"nccl|gloo|c10d",
+    "copies": r"Memcpy|Memset|copy_|_transpose_kernel|_quantize_kernel",
+}
+OTHER = "elementwise and other"
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.I)), OTHER)
+
+
+def profile(bench: Bench) -> tuple[str, dict]:
+    """In one process: the warm-up from a filled cache restores every bit; then two steps of each stage under the profiler."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    import train_gpt as tg
+
+    h = bench.settings()
+    device = torch.device(bench.device)
+    ranks = tg.Ranks(0, 1, device)
+    if not bench.dry:
+        torch._dynamo.config.recompile_limit = 64
+    _, manager = tg.build(h, ranks)
+    saved, started = manager.state_dict(), time.perf_counter()
+    tg.warm_up(manager, h, ranks)
+    warm_up_seconds = time.perf_counter() - started
+    changed = [path for path, same in _compare(saved, manager.state_dict()) if not same]
+    rows, tops, data = [], [], {"warm_up": warm_up_seconds, "changed": changed, "steps": []}
+    for stage in range(3):
+        first = (stage * h.num_scheduled_iterations // 3 + 3) // 2 * 2
+        for step in (first, first + 1):
+            manager.advance_schedule(step)
+            tokens = manager.current.batch_tokens
+            loader = tg.distributed_data_generator(
+                tg.train_pattern(h), tokens, h.max_doc_len, micro_batches=h.micro_batches, rank=0, world_size=1, bos_id=h.bos_id
+            )
+            batch = [tg.to_device(next(loader), device) for _ in range(h.micro_batches)]
+            loader.close()
+
+            def passes() -> None:
+                for micro_batch in batch:
+                    manager.model(*micro_batch, manager.forward_schedule()).backward()
+
+            for part, work in (("model", passes), ("optimizer", lambda: manager.step_optimizers(step))):
+                _synchronize(device)
+                activities = [ProfilerActivity.CPU] + ([] if bench.dry else [ProfilerActivity.CUDA])
+                with torch.profiler.profile(activities=activities) as prof:
+                    started = time.perf_counter()
+                    work()
+                    _synchronize(device)
+                    wall = time.perf_counter() - started
+                times, busy = _kernel_times(prof, bench.dry)
+                shares: dict[str, float] = defaultdict(float)
+                for name, seconds in times.items():
+                    shares[kind_of(name)] += seconds
+                shares["idle"] = max(0.0, wall - busy)
+                adam = "Adam" if manager.current.do_adam else "other"
+                label = f"stage {stage + 1}, {adam}, {part}"
+                parts = (f"{shares[kind] / wall:.0%}" for kind in (*KINDS, OTHER, "idle"))
+                rows.append([label, f"{1000 * wall:.1f}", *parts])
+                top = sorted(times.items(), key=lambda item: -item[1])[:8]
+                tops += [[label, name[:90], f"{1000 * seconds:.2f}", f"{seconds / wall:.0%}"] for name, seconds in top]
+                data["steps"].append({"step": label, "seconds": wall, "shares": shares, "top": top})
+                if part == "model" and not bench.dry:
+                    trace = f"{bench.report.name}-stage{stage + 1}-{adam}.trace.json"
+                    prof.export_chrome_trace(str(bench.report.with_name(trace)))
+    text = f"Warm-up from a filled compile cache: {warm_up_seconds:.0f} s; "
+    text += f"state that it did not restore: {', '.join(changed) or 'none'}.\n\n"
+    text += table(["step", "ms", *KINDS, OTHER, "idle"], rows) + "\n\n" + table(["step", "kernel", "ms", "of the step"], tops)
+    if changed:
+        raise SectionError(f"the warm-up changed {', '.join(changed)}", text, data)
+    return text, data
+
+
+def _synchronize(device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _compare(a, b, path: str = "") -> list[tuple[str, bool]]:
+    """(path, same to the bit) of each leaf of two nests of dicts."""
+    import torch
+
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            return [(path, False)]
+        return [leaf for key in a for leaf in _compare(a[key], b[key], f"{path}/{key}")]
+    if isinstance(a, torch.Tensor):
+        a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))  # bits, so that NaN equals NaN
+        return [(path, torch.equal(a, b))]
+    return [(path, a == b)]
+
+
+def _kernel_times(prof, dry: bool) -> tuple[dict[str, float], float]:
+    """Seconds by kernel, and seconds in which at least one ran; on a CPU by operator, without those it calls."""
+    from torch.autograd import DeviceType
+
+    times: dict[str, float] = defaultdict(float)
+    if dry:
+        for event in prof.key_averages():
+            times[event.key] += event.self_cpu_time_total / 1e6
+        return times, sum(times.values())
+    spans = []
+    for event in prof.events():
+        if event.device_type == DeviceType.CUDA:
+            times[event.name] += (event.time_range.end - event.time_range.start) / 1e6
+            spans.append((event.time_range.start, event.time_range.end))
+    busy, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return times, busy / 1e6
+
+
+def memory(bench: Bench) -> tuple[str, dict]:
+    """What a micro-batch keeps for its backward pass, from the shapes alone; on a GPU also the peak of such a pass."""
+    import torch
+
+    import train_gpt as tg
+
+    rows, data = [], []
+    for micro_batches in (8, 16, 32):
+        tokens = 24 * 16384 // micro_batches
+        saved = saved_bytes(tokens)
+        measured = "" if bench.dry else f"{_peak_of_a_pass(bench.settings(micro_batches=micro_batches), tokens) / 2**30:.2f}"
+        logits = 2 * 50304 * tg.Hyperparameters().val_batch_tokens // micro_batches
+        rows.append([micro_batches, f"{tokens:,}", f"{saved / 2**30:.2f}", f"{logits / 2**30:.2f}", measured])
+        data.append({"micro_batches": micro_batches, "saved": saved, "validation_logits": logits, "peak": measured})
+    with torch.device("meta"):
+        sizes = {label: (param.numel(), param.dtype) for label, param in tg.GPT(50257, 11, 6, 128, 768, 64).named_parameters()}
+    fixed = sum(n * dtype.itemsize * 2 + n * (4 + 2 if label in ("attn", "mlp") else 8) for label, (n, dtype) in sizes.items())
+    header = ["micro-batches", "tokens each", "saved for backward, GiB", "logits of a validation pass, GiB"]
+    header.append("measured: peak of a training pass above the state, GiB")
+    text = table(header, rows)
+    text += f"\n\nWeights, gradients and optimizer state on one GPU: {fixed / 2**30:.2f} GiB."
+    return text, {"rows": data, "fixed": fixed}
+
+
+def saved_bytes(tokens: int) -> int:
+    """Bytes that autograd keeps of a training pass of the record's model on a GPU, before the compiler saves some of them."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import train_gpt as tg
+    import triton_kernels as tk
+
+    storages: dict[int, int] = {}
+    as_on_gpu = [mock.patch.object(tg, "uses_flash", lambda x: True), mock.patch.object(tg, "fuses_head", lambda x: True)]
+    with FakeTensorMode(), as_on_gpu[0], as_on_gpu[1], mock.patch.object(tk, "uses_flash", lambda x: True):
+        net = tg.GPT(50257, 11, 6, 128, 768, tokens, fp8_head=True)
+        weights = {param.untyped_storage()._cdata for param in net.parameters()}
+        kept = []
+
+        def pack(x):
+            storage = x.untyped_storage()
+            if storage._cdata not in weights:
+                storages[storage._cdata] = storage.nbytes()
+                kept.append(x)  # so that no address is used twice
+            return x
+
+        inputs, targets = torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64)
+        schedule = tg.ForwardSchedule(torch.ones(1), 640, 1408, 2048)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            net(inputs, targets, torch.zeros(128, dtype=torch.int32), schedule)
+    return sum(storages.values())
+
+
+def _peak_of_a_pass(h, tokens: int) -> int:
+    """Bytes above what is allocated before it, of a forward and backward pass; the second, once it is compiled."""
+    import torch
+
+    import train_gpt as tg
+
+    ranks = tg.Ranks(0, 1, torch.device("cuda"))
+    net, manager = tg.build(h, ranks)
+    for _ in range(2):
+        net.zero_grad(set_to_none=False)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        net(*tg.synthetic_batch(tokens, h, ranks), manager.forward_schedule()).backward()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def kernel_table(bench: Bench) -> tuple[str, dict]:
+    """bench/kernels.py: on a GPU with its measured columns."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "bench" / "kernels.py"), *(["transpose_copy"] if bench.dry else [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    if done.returncode:
+        raise SectionError(f"bench/kernels.py ended with {done.returncode}", f"```\n{done.stderr[-3000:]}\n```", {})
+    return done.stdout, {"table": done.stdout}
+
+
+SECTIONS: dict[str, Callable[[Bench], tuple[str, dict]]] = {
+    "environment": environment,
+    "kernels": kernels,
+    "attention": attention,
+    "model": model,
+    "run": run,
+    "profile": profile,
+    "memory": memory,
+    "kernel_table": kernel_table,
+}
+
+
+# -----------------------------------------------------------------------------
+# The report
+
+
+def write_report(bench: Bench, results: dict[str, dict]) -> None:
+    title = "A dry run on a CPU: no figure here is a measurement" if bench.dry else f"{_gpu_name()}"
+    failed = [name for name, result in results.items() if result["failure"]]
+    lines = [f"# {title}, {datetime.date.today()}", "", f"By `python bench/gpu.py`. Failed: {', '.join(failed) or 'nothing'}."]
+    for name, result in results.items():
+        lines += ["", f"## {name} ({result['seconds']:.0f} s)", ""]
+        if result["failure"]:
+            lines += [f"**FAILED**: {result['failure']}", ""]
+        lines.append(result["text"])
+    bench.report.parent.mkdir(parents=True, exist_ok=True)
+    bench.report.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    bench.report.with_suffix(".json").write_text(json.dumps(results, indent=1, default=str))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="walk the same code on a CPU at tiny sizes")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, by comma: %(default)s")
+    parser.add_argument("--output", type=Path, default=ROOT / "records", help="folder of the report (%(default)s)")
+    args = parser.parse_args(argv)
+    if unknown := set(args.only.split(",")) - set(SECTIONS):
+        parser.error(f"--only: no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":  # must stand before Triton is imported: begin again
+        command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)]
+        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}).returncode
+    with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{scratch}/inductor")
+        os.environ.setdefault("TRITON_CACHE_DIR", f"{scratch}/triton")
+        import torch
+
+        if not args.dry_run and not torch.cuda.is_available():
+            print("bench/gpu.py: no CUDA device here; --dry-run walks the same code on a CPU", file=sys.stderr)
+            return 2
+        name = "dry-run" if args.dry_run else re.sub(r"\W+", "-", _gpu_name())
+        bench = Bench(args.dry_run, Path(scratch), args.output / f"{datetime.date.today()}-{name}")
+        results: dict[str, dict] = {}
+        for section in args.only.split(","):
+            started, failure = time.perf_counter(), ""
+            try:
+                text, data = SECTIONS[section](bench)
+            except SectionError as error:
+                failure, text, data = str(error), error.text, error.data
+            except Exception as error:  # one section's fault must not cost the others their turn
+                failure, text, data = f"{type(error).__name__}: {error}", f"```\n{traceback.format_exc()}\n```", {}
+            seconds = time.perf_counter() - started
+            results[section] = {"failure": failure, "seconds": seconds, "text": text, "data": data}
+            print(f"{section}: {'FAILED: ' + failure if failure else 'ok'} ({seconds:.0f} s)", flush=True)
+            write_report(bench, results)
+        print(f"report: {bench.report}.md and .json")
+    return int(any(result["failure"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What it costs to sum and reduce gradients in bf16 instead of fp32: the same small run both ways, for several seeds.
+
+    python bench/grad_dtype.py [--data=data/local] [--seeds=3] [--ranks=2] [any option of the trainer]
+
+A bf16 model of the demo's topology, 8 micro-batches a step shared by gloo ranks, on byte shards (data/local_text.py makes them).
+Prints a markdown table: the final validation loss of each run, and the bytes that a rank sends in a step.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+from bench.communication import expected_calls, markdown, model_parameters
+from train_gpt import param_table, parse_options
+
+SETTINGS = dict(
+    preset="demo", dtype="bfloat16", fp8_head="true", model_dim=64, num_heads=2, head_dim=32, micro_batches=8, batch_unit=64,
+    num_scheduled_iterations=285, num_extension_iterations=15, val_every=0, val_tokens=131_072, val_batch_tokens=32_768,
+    sample_tokens=0,
+)  # fmt: skip
+
+
+def final_loss(options: list[str], ranks: int) -> float:
+    """Of one run under torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "train_gpt.py")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *launch, *options, f"--log_dir={folder}", "--run_id=run"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+        log = (Path(folder) / "run.txt").read_text(encoding="utf-8")
+    return float(re.findall(r"^step:\d+/\d+ val_loss:(\d+\.\d+)", log, re.MULTILINE)[-1])
+
+
+def main() -> None:
+    given = dict(option.removeprefix("--").split("=", 1) for option in sys.argv[1:])
+    seeds, ranks = int(given.pop("seeds", 3)), int(given.pop("ranks", 2))
+    options = [f"--{name}={value}" for name, value in {**SETTINGS, **given}.items()]
+    rows = []
+    for grad_dtype in ("param", "float32"):
+        how = f"--grad_dtype={grad_dtype}"
+        losses = [final_loss([*options, how, f"--seed={seed}"], ranks) for seed in range(seeds)]
+        h = parse_options([*options, how])
+        calls = expected_calls(model_parameters(h), param_table(h), ranks, True, False)
+        spread = stdev(losses) if seeds > 1 else 0.0
+        rows.append([grad_dtype, *(f"{loss:.4f}" for loss in losses), f"{mean(losses):.4f} ± {spread:.4f}",
+                     f"{sum(call.sent for call in calls.values()) / 1e6:.2f}"])  # fmt: skip
+        print(rows[-1], file=sys.stderr, flush=True)
+    print(markdown(["gradients in", *(f"seed {seed}" for seed in range(seeds)), "mean", "MB sent, Adam step, split"], rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Every GPU kernel at the sizes of the record: what it must do, what it was compiled to, and on a GPU how fast it is.
+
+    python bench/kernels.py              # one table; the measured columns appear on a CUDA machine
+    python bench/kernels.py transpose    # only kernels whose name holds this
+
+Without a GPU the kernels are compiled all the same, for an H100, by the compiler inside Triton; nothing is run.
+"""
+
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import triton_kernels as tk
+from train_gpt import FP8_GRAD_SCALE, FP8_X_SCALE
+
+BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+
+# Operations a second: matrix units in bf16 (dense), and special functions (exponential, reciprocal: 16 a clock and processor,
+# 132 processors at 1.98 GHz). An H200 has the same, and faster memory.
+MATRIX_LIMIT, SPECIAL_LIMIT = 989e12, 16 * 132 * 1.98e9
+MEMORY_LIMITS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
+
+# Chips by compute capability: what the launches ask for, see triton_kernels.chip.
+CHIPS = {80: tk.Chip(108, 166912), 89: tk.Chip(128, 101376), 90: tk.Chip(132, 232448), 100: tk.Chip(148, 232448)}
+
+
+class Launch(NamedTuple):
+    kernel: triton.JITFunction
+    grid: tuple[int, ...]
+    args: tuple
+    options: dict[str, Any]
+
+
+class Resources(NamedTuple):
+    """What a launch was compiled to."""
+
+    registers: int  # a thread
+    spilled: int  # bytes of stack a thread
+    shared: int  # bytes of shared memory a block
+    ptx: str
+
+
+@contextmanager
+def recorded_launches(capability: int) -> Iterator[list[Launch]]:
+    """What would be launched on a chip of this compute capability, in place of launching it."""
+    launches: list[Launch] = []
+    launch, chip = tk.launch, tk.chip
+    tk.launch = lambda kernel, grid, *args, **options: launches.append(Launch(kernel, grid, args, options | tk.OPTIONS))
+    tk.chip = lambda device: CHIPS[capability]
+    try:
+        yield launches
+    finally:
+        tk.launch, tk.chip = launch, chip
+
+
+class _Target:
+    """A driver for compiling alone. Each chip is a device of its own, so that Triton keeps their binaries apart."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> str:
+        return f"compute capability {self.capability}"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def compiled(launch: Launch, capability: int) -> Resources:
+    """Compile a launch by Triton's own way to a launch, which settles types, divisibilities and options, but don't run it."""
+    driver.set_active(_Target(capability))
+    try:
+        binary = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+    finally:
+        driver.set_active(None)  # the machine's own again, when somebody asks for it
+    tool = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    number = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return Resources(number["REG"], number["STACK"] + number["LOCAL"], binary.metadata.shared, binary.asm["ptx"])
+
+
+# -----------------------------------------------------------------------------
+# The cases
+
+
+class Case(NamedTuple):
+    name: str
+    shape: str
+    inputs: Callable[[Callable], tuple]  # of new(shape, dtype): a tensor on the device at hand
+    run: Callable  # of the inputs: what launches the kernel
+    torch: tuple[Callable, ...]  # of the same inputs: PyTorch's ways of doing the same
+    operations: float
+    must: float  # bytes: each input read once, each output written once
+    moved: float  # bytes to and from memory, if L2 keeps what the kernel counts on
+    matrix: bool = False  # operations are those of matrix units, else special functions
+    fp8: bool = False
+
+
+def _cases() -> Iterator[Case]:
+    # The banks of one rank of 8: 5 matrices of 768 x 768, 3 of 3072 x 768.
+    n, tall, dim, hidden = 5, 3, 768, 3072
+    square, attn, mlp = 2 * n * dim * dim, (n, dim, dim), (tall, hidden, dim)
+    triangle = (dim // 128) * (dim // 128 + 1) / 2 / (dim // 128) ** 2  # the share of the tiles that are computed
+    small = 2 * tall * dim * dim
+    yield Case(
+        "XXT", f"{attn}", lambda new: (new(attn),), lambda X: tk._XXT_cuda(X, torch.empty_like(X)), (lambda X: X @ X.mT,),
+        2 * n * dim**3 * triangle, 2 * square, 2 * square, matrix=True,
+    )  # fmt: skip
+    yield Case(
+        "XTX", f"{mlp}", lambda new: (new(mlp),), lambda X: tk._XTX_cuda(X, X.new_empty(tall, dim, dim)),
+        (lambda X: X.mT @ X,),
+        2 * tall * dim * dim * hidden * triangle, 2 * tall * hidden * dim + small, 2 * tall * hidden * dim + small, matrix=True,
+    )  # fmt: skip
+    yield Case(
+        "ba_plus_cAA", f"{attn}", lambda new: (new(attn),),
+        lambda A: tk._ba_plus_cAA_cuda(A, 0.5, 0.1, torch.empty_like(A)),
+        (lambda A: torch.baddbmm(A, A, A.mT, beta=0.5, alpha=0.1),),
+        2 * n * dim**3 * triangle, 2 * square, 2 * square, matrix=True,
+    )  # fmt: skip
+    yield Case(
+        "aX_plus_BX", f"{attn}", lambda new: (new(attn), new(attn)),
+        lambda X, B: tk._product(B, X, X, torch.empty_like(X), 1.0, 2.0),
+        (lambda X, B: torch.baddbmm(X, B, X, beta=2.0),),
+        2 * n * dim**3, 3 * square, 3 * square, matrix=True,
+    )  # fmt: skip
+    yield Case(
+        "aX_plus_XB", f"{mlp}", lambda new: (new(mlp), new((tall, dim, dim))),
+        lambda X, B: tk._product(X, B, X, torch.empty_like(X), 1.0, 2.0),
+        (lambda X, B: torch.baddbmm(X, X, B, beta=2.0),),
+        2 * tall * dim * dim * hidden, 4 * tall * hidden * dim + small, 4 * tall * hidden * dim + small, matrix=True,
+    )  # fmt: skip
+
+    # A micro-batch of the last stage.
+    T, V = 49152, 50304
+    flops, weights = 2 * T * dim * hidden, 2 * dim * hidden
+    forward, backward = weights + 2 * T * (dim + hidden), weights + 2 * T * (dim + 2 * hidden)
+    unfused = lambda x, w: torch.relu(x @ w.mT).square()
+    yield Case(
+        "relu_squared", f"{(T, dim)} x {(hidden, dim)}", lambda new: (new((T, dim)), new((hidden, dim))),
+        lambda x, w: tk._relu_squared(x, w, None), (unfused, torch.compile(unfused)), flops, forward, forward, matrix=True,
+    )  # fmt: skip
+    unfused_backward = lambda g, w, a: (g @ w.mT) * (2 * a.sqrt())
+    yield Case(
+        "relu_squared_backward", f"{(T, dim)} x {(hidden, dim)}",
+        lambda new: (new((T, dim)), new((hidden, dim)), new((T, hidden)).abs()),
+        tk._relu_squared, (unfused_backward, torch.compile(unfused_backward)), flops, backward, backward, matrix=True,
+    )  # fmt: skip
+
+    def logits(new: Callable, tokens: int = T) -> tuple:
+        return new((tokens, V)), new((tokens,), torch.int64), new((3,), FP32).abs()
+
+    def plain(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple:
+        logits = logits.detach().requires_grad_()
+        loss = tk._SoftcappedCrossEntropy.apply(logits, targets, weights)
+        (grad,) = torch.autograd.grad(loss, logits)
+        return loss, *tk._quantize_fp8_both_reference(grad, FP8_GRAD_SCALE, E5M2)
+
+    partial = 2 * 4 * T * triton.cdiv(V, tk._LOSS["WIDTH"])
+    yield Case(
+        "loss_and_fp8_gradient", f"{(T, V)}", logits,
+        lambda x, t, w: tk._loss_and_fp8_gradient_cuda(x, t, w, FP8_GRAD_SCALE, E5M2), (torch.compile(plain),),
+        6 * T * V, 4 * T * V, 4 * T * V + partial, fp8=True,
+    )  # fmt: skip
+    reference = tk._SoftcappedCrossEntropy.apply
+    yield Case(
+        "cross_entropy", f"{(T, V)}", logits, lambda x, t, w: tk._loss(x, t, w), (reference, torch.compile(reference)),
+        3 * T * V, 2 * T * V, 2 * T * V + partial,
+    )  # fmt: skip
+    yield Case(
+        "cross_entropy_backward", f"{(T, V)}", lambda new: (*logits(new), new((T,), FP32).abs() + 12),
+        lambda x, t, w, lse: tk._loss(x, t, w, lse, torch.empty_like(x)), (), 3 * T * V, 4 * T * V, 4 * T * V,
+    )  # fmt: skip
+    both = lambda x: tk._quantize_fp8_both_reference(x, FP8_X_SCALE, E4M3)
+    for name, shape in (("quantize_fp8_both, x", (T, dim)), ("quantize_fp8_both, w", (dim, V))):
+        size = 4 * shape[0] * shape[1]
+        yield Case(
+            name, f"{shape}", lambda new, shape=shape: (new(shape),),
+            lambda x: tk._quantize_fp8_both_cuda(x, FP8_X_SCALE, E4M3), (both, torch.compile(both)), 0, size, size, fp8=True,
+        )  # fmt: skip
+    yield Case(
+        "transpose_add", f"{(V, dim)} into {(dim, V)}", lambda new: (new((V, dim)), new((dim, V))), tk._transpose_add_cuda,
+        (tk._transpose_add_reference, torch.compile(tk._transpose_add_reference)), 0, 6 * V * dim, 6 * V * dim,
+    )  # fmt: skip
+    yield Case(
+        "transpose_copy", f"{(dim, V)} into {(V, dim)}", lambda new: (new((dim, V)), new((V, dim))), tk._transpose_copy_cuda,
+        (tk._transpose_copy_reference, torch.compile(tk._transpose_copy_reference)), 0, 4 * V * dim, 4 * V * dim,
+    )  # fmt: skip
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+def launch_of(case: Case, capability: int) -> Launch:
+    """What the case launches at the record's size. No memory is taken: its tensors are shapes alone."""
+    with recorded_launches(capability) as launches:
+        case.run(*case.inputs(lambda shape, dtype=BF16: torch.empty(shape, device="meta", dtype=dtype)))
+    (launch,) = launches
+    return launch
+
+
+# -----------------------------------------------------------------------------
+# The table
+
+
+def limit(case: Case, memory: float) -> float:
+    """Seconds that no kernel of this work can be below."""
+    return max(case.operations / (MATRIX_LIMIT if case.matrix else SPECIAL_LIMIT), case.must / memory)
+
+
+def static_row(case: Case) -> list[str]:
+    resources = compiled(launch_of(case, 90), 90)
+    operations = f"{case.operations / 1e9:.3g} G{'' if case.matrix else ' special'}" if case.operations else ""
+    times = [f"{1e6 * limit(case, memory):.3g}" for memory in MEMORY_LIMITS.values()]
+    return [
+        case.name, case.shape, operations, f"{case.must / 1e6:.4g}", f"{case.moved / 1e6:.4g}", *times,
+        str(resources.registers), str(resources.spilled), str(resources.shared),
+    ]  # fmt: skip
+
+
+def random_input(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Tensor:
+    if dtype == torch.int64:
+        return torch.randint(50257, shape, device="cuda")
+    return torch.randn(shape, device="cuda").to(dtype) if len(shape) < 2 else torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def median_time(function: Callable, inputs: list[tuple], repeats: int = 30) -> float:
+    """Seconds of a call, the median over repeats that go round the inputs, so that none finds its own in the cache."""
+    for i in range(3):
+        function(*inputs[i % len(inputs)])
+    times = []
+    for i in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)  # the launch happens meanwhile, so that only the kernel is measured
+        start.record()
+        function(*inputs[i % len(inputs)])
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def measured_row(case: Case, memory: float) -> list[str]:
+    copies = max(1, min(8, int(200e6 / case.must) + 1))  # together four times an H100's L2
+    inputs = [case.inputs(random_input) for _ in range(copies)]
+    seconds = median_time(case.run, inputs)
+    others = [median_time(function, inputs) for function in case.torch]
+    ratio = f"{min(others) / seconds:.2f}" if others else ""
+    return [f"{1e6 * seconds:.4g}", f"{limit(case, memory) / seconds:.0%}", ratio]
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    header = ["kernel", "at the record", "operations", "must move, MB", "moves, MB"]
+    header += [f"limit {name}, µs" for name in MEMORY_LIMITS] + ["registers", "spilled", "shared memory, bytes"]
+    gpu = torch.cuda.is_available()
+    if gpu:
+        name = torch.cuda.get_device_name()
+        memory = MEMORY_LIMITS["H200" if "H200" in name else "H100"]
+        header += [f"measured on {name}, µs", "of the limit", "times faster than PyTorch"]
+    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    for case in CASES.values():
+        if wanted in case.name:
+            row = static_row(case) + (measured_row(case, memory) if gpu else [])
+            print("| " + " | ".join(row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
