@@ -20,14 +20,18 @@ SOURCES = {path.name: path.read_bytes().decode("utf-8") for path in (SCRIPT, KER
 import argparse
 import ctypes
 import dataclasses
+import difflib
 import functools
 import glob
+import hashlib
+import io
 import importlib.util
 import itertools
 import math
 import os
 import platform
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -36,7 +40,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -111,6 +115,9 @@ class Hyperparameters:
     log_dir: str = setting("logs", "folder of the logs")
     run_id: str = setting("", "name of the log; empty: time and a random part")
     sample_tokens: int = setting(0, "tokens of text to write at the end")
+    save_every: int = setting(0, "steps between checkpoints in log_dir/run_id, untimed, one more at the end; 0: none")
+    keep_checkpoints: int = setting(2, "checkpoints of a run that stay, the newest")
+    resume: str = setting("", "checkpoint to go on from, or 'latest': of run_id, if given, else of all runs in log_dir")
 
     @property
     def total_iterations(self) -> int:
@@ -127,11 +134,18 @@ class Hyperparameters:
             "momentum_cooldown",
             "val_every",
             "sample_tokens",
+            "save_every",
         }
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and value < (0 if field.name in may_be_zero else 1):
                 raise ValueError(f"--{field.name}={value}: must be {'0 or more' if field.name in may_be_zero else 'positive'}")
+            if field.type is float and not 0 < value < math.inf:
+                raise ValueError(f"--{field.name}={value}: must be positive and finite")
+            if field.type is int and value >= 2**40:
+                raise ValueError(f"--{field.name}={value}: must be below 2**40")
+        if self.total_iterations > 10**6:
+            raise ValueError(f"--num_scheduled_iterations={self.num_scheduled_iterations}: a million steps is the most")
         if self.micro_batches % world_size:
             raise ValueError(
                 f"--micro_batches={self.micro_batches} cannot be shared evenly by {world_size} ranks: "
@@ -145,12 +159,17 @@ class Hyperparameters:
                     f"--{name}: {tokens} tokens do not divide into {self.micro_batches} micro-batches of a multiple of 16 "
                     f"tokens (FP8 products need that): change it or --micro_batches"
                 )
+        longest = max(max(s.batch for s in STAGES) * self.batch_unit, self.val_batch_tokens) // self.micro_batches
+        if self.doc_slots > longest + 1:
+            raise ValueError(f"--doc_slots={self.doc_slots}: the longest micro-batch has but {longest} tokens")
         if self.val_tokens % self.val_batch_tokens:
             raise ValueError(f"--val_tokens={self.val_tokens} is no multiple of --val_batch_tokens={self.val_batch_tokens}")
         if not 0 <= self.bos_id < self.vocab_size:
             raise ValueError(f"--bos_id={self.bos_id} is outside the vocabulary, --vocab_size={self.vocab_size}")
         if self.vocab_size > 65536:
             raise ValueError(f"--vocab_size={self.vocab_size}: shards hold uint16 tokens, so at most 65536")
+        if self.run_id and Path(self.run_id).name != self.run_id:
+            raise ValueError(f"--run_id={self.run_id}: is a file's name, without folders")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name}={getattr(self, name)}: {' or '.join(choices)}")
@@ -1252,6 +1271,7 @@ def distributed_data_generator(
     bos_id: int = 50256,
     doc_slots: int = 0,
     vocab_size: int | None = None,
+    first_step: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """This rank's micro-batches, in order: inputs (T,) int32, targets (T,) int64, cu_seqlens (slots,) int32, on the CPU.
 
@@ -1259,6 +1279,7 @@ def distributed_data_generator(
     Rank r of W takes micro-batches r·m/W … of each step's m, so that every world size sees the same tokens.
     aligned: micro-batches of whole documents from their starts, each cut at max_seq_len, a step never across two shards.
     Not aligned: contiguous tokens of the first shard, documents marked where they begin, max_seq_len unused.
+    first_step: where to begin; the steps before it are planned, as the first time, and not read.
     Raises DataError for a bad shard, for more documents than doc_slots (0: by size), and where the tokens end.
     """
     tokens_at = batch_tokens if callable(batch_tokens) else lambda step: batch_tokens
@@ -1272,7 +1293,7 @@ def distributed_data_generator(
         steps = 0
         for documents, tokens, ranges in plan_batches(files, tokens_at, max_seq_len, micro_batches, bos_id, vocab_size):
             steps += 1
-            for i in mine:
+            for i in mine if steps > first_step else ():
                 slice_tokens, starts = documents.slice(*ranges[i], tokens + 1)
                 yield make_micro_batch(slice_tokens, starts, doc_slots or default_doc_slots(tokens), documents.path)
         raise DataError(f"{pattern}: the tokens end after {steps} steps")
@@ -1281,7 +1302,7 @@ def distributed_data_generator(
         tokens, step, position = read_shard(files[0], vocab_size), 0, 0
         while position + tokens_at(step) < len(tokens):
             n = tokens_at(step) // micro_batches
-            for i in mine:
+            for i in mine if step >= first_step else ():
                 slice_tokens = tokens[position + i * n : position + (i + 1) * n + 1]
                 starts = np.union1d([0], np.flatnonzero(slice_tokens == bos_id))
                 yield make_micro_batch(slice_tokens, starts, doc_slots or default_doc_slots(n), files[0])
@@ -1295,6 +1316,8 @@ def check_data(h: Hyperparameters) -> None:
     """Raise DataError if the shards cannot feed the whole schedule, or the validation: before step 0, not at step 1700."""
     validation = find_shards(val_pattern(h))[0]
     tokens = read_shard(validation, h.vocab_size)
+    if not (tokens == h.bos_id).any():
+        raise DataError(f"{validation}: no document begins in it (no token {h.bos_id}): another shard, or --bos_id?")
     if len(tokens) <= h.val_tokens:
         raise DataError(
             f"{validation}: validation needs {h.val_tokens + 1:,} tokens, it holds {len(tokens):,}: lower --val_tokens and --val_batch_tokens"
@@ -1501,13 +1524,16 @@ class Ranks(NamedTuple):
     def main(self) -> bool:
         return self.rank == 0
 
-    def agree(self, error: Exception | None) -> None:
-        """Called by all ranks: raise on each of them if any has an error, so that none waits for one that has left."""
-        errors = [error and f"{error}"]
+    def agree(self, error: Exception | None, found: str = "") -> None:
+        """Called by all ranks: raise on each of them if any has an error, or has found something else than the first, so
+        that none waits for one that has left."""
+        reports = [(error and f"{error}", found)]
         if self.world_size > 1:
-            errors = [None] * self.world_size
-            dist.all_gather_object(errors, error and f"{error}")
-        for rank, message in enumerate(errors):
+            reports = [None] * self.world_size
+            dist.all_gather_object(reports, (error and f"{error}", found))
+        for rank, (message, other) in enumerate(reports):
+            if not message and other != reports[0][1] and not reports[0][0]:
+                message = f"found {other}, but rank 0 {reports[0][1]}"
             if message:
                 if not self.main:  # the first rank tells, before a launcher ends them all
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -1529,6 +1555,25 @@ class Ranks(NamedTuple):
             dist.all_reduce(x)
         return x
 
+    def collect(self, x: Tensor) -> list[Tensor]:
+        """On the first rank, every rank's x, in order; nothing on the others. x (n, …) on the CPU, n may differ."""
+        parts = [x]
+        if not self.main:
+            dist.send(torch.tensor([len(x)], device=self.device), 0)
+            if x.numel():
+                dist.send(x.contiguous().view(-1).view(torch.uint8).to(self.device), 0)  # bytes: any dtype, any backend
+            return []
+        for rank in range(1, self.world_size):
+            length = torch.empty(1, dtype=torch.int64, device=self.device)
+            dist.recv(length, rank)
+            part = torch.empty(int(length), *x.shape[1:], dtype=x.dtype)
+            if part.numel():
+                octets = torch.empty(part.numel() * part.itemsize, dtype=torch.uint8, device=self.device)
+                dist.recv(octets, rank)
+                part = octets.cpu().view(x.dtype).view(part.shape)
+            parts.append(part)
+        return parts
+
 
 class RunError(RuntimeError):
     """A run that cannot go on; its message is all that the user needs."""
@@ -1538,13 +1583,44 @@ class AgreedError(RunError):
     """A RunError that every rank raises; the first one tells."""
 
 
-PATIENCE = timedelta(minutes=5)  # how long a rank waits for the others; the most is asked for when they compile
+class Stopped(RunError):
+    """SIGTERM or Ctrl-C, obeyed by all ranks."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.code = 128 + number
+
+
+JOIN_PATIENCE = timedelta(seconds=60)  # how long ranks wait for each other at the start
+PATIENCE = timedelta(minutes=5)  # and later; the most is asked for when they compile
+
+
+def environment_number(name: str, default: int, least: int = 0) -> int:
+    """A number of torchrun's environment. Raises RunError if it is none, or too small."""
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise RunError(f"{name}={text!r} in the environment: a number from {least} on belongs there; start with torchrun, or unset it")
+    return int(text)
 
 
 def join_ranks() -> Ranks:
-    """Rank, world size and device as torchrun's environment has them; one rank without it. Starts the process group."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    """Rank, world size and device as torchrun's environment has them; one rank without it. Starts the process group.
+
+    Raises RunError if the environment cannot be meant, or if the ranks do not find each other within a minute.
+    """
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    missing = [name for name in needed if name not in os.environ]
+    if launched and missing:
+        raise RunError(f"{', '.join(missing)} missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all")
+    world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
+    local_rank = environment_number("LOCAL_RANK", 0)
+    local_size = environment_number("LOCAL_WORLD_SIZE", local_rank + 1, least=1)
+    if not (rank < world_size and local_rank < local_size <= world_size):
+        raise RunError(
+            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size} in the environment "
+            f"cannot be: start with torchrun"
+        )
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise RunError(
@@ -1555,12 +1631,20 @@ def join_ranks() -> Ranks:
         flash_attention()
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
         keep_freed_memory()
-    if "WORLD_SIZE" in os.environ:
-        report_termination(rank)
-        cuda = device.type == "cuda"
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=device if cuda else None)
+    if launched:
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=JOIN_PATIENCE))
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE,
+                device_id=device if device.type == "cuda" else None,
+            )  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            raise RunError(
+                f"rank {rank} of {world_size} cannot join the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, "
+                f"are all of them started, once each, and is the port free? {str(error).splitlines()[0]}"
+            ) from error
     return Ranks(rank, world_size, device)
 
 
@@ -1573,21 +1657,6 @@ def flash_attention() -> str:
         return "varlen_attn, FA2"
     torch.nn.attention.activate_flash_attention_impl("FA3")
     return "varlen_attn, FA3"
-
-
-def report_termination(rank: int) -> None:
-    """Say so when a launcher ends this rank, because another has died: in a thread, as the main one may wait for that other."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(write)
-
-    def wait() -> None:
-        while os.read(read, 1)[0] != signal.SIGTERM:
-            pass
-        leave(f"rank {rank}: ended by SIGTERM, which a launcher sends to all ranks when one of them has died")
-
-    threading.Thread(target=wait, daemon=True, name="termination").start()
 
 
 def leave(message: str) -> None:
@@ -1609,25 +1678,119 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and the heap never shrinks
 
 
-class Log:
-    """logs/<run id>.txt on the first rank, nothing on the others. The console sees what is asked to; a terminal one live line."""
+class Signals:
+    """SIGTERM and Ctrl-C, heard in a thread, as the main one may be waiting for a rank that is gone.
 
-    def __init__(self, ranks: Ranks, h: Hyperparameters):
-        self.file = None
+    While `training`, the first one is `asked`: the end of the step obeys it. A second one, or one at another time, ends the
+    process at once, with code 128 + signal.
+    """
+
+    PATIENCE = 25.0  # seconds for several ranks to obey, less than a launcher's 30
+
+    def __init__(self):
+        self.asked, self.training, self.several = 0, False, False
+
+    def __enter__(self) -> Self:
+        self.pipe, self.previous = os.pipe(), {}
+        if threading.current_thread() is threading.main_thread():  # no other can set handlers
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as for a command that a shell has put in the background
+                    self.previous[number] = signal.signal(number, lambda *_: None)
+            os.set_blocking(self.pipe[1], False)
+            self.previous_pipe = signal.set_wakeup_fd(self.pipe[1])
+        self.thread = threading.Thread(target=self._listen, daemon=True, name="signals")
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
+            signal.signal(number, signal.SIG_IGN if self.asked and self.several else handler)
+        if self.previous:
+            signal.set_wakeup_fd(self.previous_pipe)
+        self.training = False
+        os.write(self.pipe[1], b"\0")
+        self.thread.join()
+        for end in self.pipe:
+            os.close(end)
+
+    def _listen(self) -> None:
+        while number := os.read(self.pipe[0], 1)[0]:
+            if number not in self.previous:
+                continue
+            name = signal.Signals(number).name
+            if self.asked or not self.training:
+                self._leave(number, f"{name}: ended at once; a launcher sends SIGTERM to all ranks when one of them has died")
+            self.asked = number
+            print(f"{SCRIPT.name}: {name}: ends after this step; a second one ends it at once", file=sys.stderr, flush=True)
+            if self.several:
+                timer = threading.Timer(self.PATIENCE, self._give_up, [number])
+                timer.daemon = True
+                timer.start()
+
+    def _give_up(self, number: int) -> None:
+        if self.training:
+            self._leave(number, f"the step did not end within {self.PATIENCE:.0f} s: another rank has died or hangs")
+
+    def _leave(self, number: int, message: str) -> None:
+        print(f"{SCRIPT.name}: {message}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+
+RULE = "=" * 100
+
+
+class Log:
+    """logs/<run id>.txt on the first rank, nothing on the others. The console sees what is asked to; a terminal one live line.
+
+    A resumed run's log is that of the run it resumes, cut where the checkpoint was made, with a note in the header. Lines
+    that the disk does not take later on wait for the next try; that is told once, and the run goes on.
+    """
+
+    def __init__(self, ranks: Ranks, h: Hyperparameters, header: str, resumed: dict[str, str] | None = None):
+        """header: see log_header; resumed: a checkpoint's log, `header` then being the note. Raises OSError or ValueError."""
         self.quiet = not ranks.main
         self.live = ranks.main and sys.stdout.isatty()
-        if ranks.main:
-            run_id = h.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
-            self.path = Path(h.log_dir) / f"{run_id}.txt"
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "x", encoding="utf-8")
+        self.header, self.lines, self.waiting, self.warned = header, [], b"", False
+        if self.quiet:
+            return
+        self.path = Path(h.log_dir) / f"{h.run_id}.txt"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if resumed is None:
+            self.file = open(self.path, "xb", buffering=0)
+            self._put(f"{header}\n")
+        else:
+            self.header, self.lines = self._annotated(resumed, header), [resumed["lines"]]
+            replace_file(self.path, f"{self.header}\n{resumed['lines']}".encode())
+            self.file = open(self.path, "ab", buffering=0)
+
+    def _annotated(self, resumed: dict[str, str], note: str) -> str:
+        """The header with the note, and with those on earlier resumptions. Raises ValueError if the log is another run's."""
+        sources, environment = resumed["header"].removesuffix(f"\n{RULE}").split(f"\n{RULE}\n", 1)
+        if self.path.exists():
+            parts = self.path.read_bytes().decode(errors="replace").split(f"\n{RULE}\n", 2)
+            for old, new in ((parts[0], sources), (parts[2] if len(parts) == 3 else "", resumed["lines"])):
+                if not old.startswith(new) and not new.startswith(old):  # a machine that goes down can leave less
+                    raise ValueError(f"{self.path} is not the log of the checkpoint's run: move it, or give another --run_id")
+            environment = parts[1] if len(parts) == 3 else environment
+        return f"{sources}\n{RULE}\n{environment}\n{note}\n{RULE}"
 
     def write(self, text: str, console: bool = False) -> None:
         if self.quiet:
             return
-        print(text, file=self.file, flush=True)
+        self.lines.append(f"{text}\n")
+        try:
+            self._put(self.lines[-1])
+        except OSError as error:
+            if not self.warned:
+                self.show(f"{self.path}: {error}: the run goes on, the log's lines wait for room")
+            self.warned = True
         if console:
-            print(("\r\x1b[K" if self.live else "") + text, flush=True)
+            self.show(text)
+
+    def _put(self, text: str) -> None:
+        self.waiting += text.encode()
+        while self.waiting:  # a full disk takes a part, then raises
+            self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def show(self, text: str) -> None:
         """For the console alone."""
@@ -1640,15 +1803,27 @@ class Log:
         if self.live:
             print(f"\r\x1b[K{live_line}", end="", flush=True)
 
+    def text(self) -> dict[str, str]:
+        """What a checkpoint keeps of it."""
+        return {"header": self.header, "lines": "".join(self.lines)}
+
     def close(self) -> None:
-        if self.file:
-            self.file.close()
+        if self.quiet:
+            return
+        self.file.close()
+        if self.waiting:
+            self.show(f"{self.path} lacks its last {len(self.waiting)} bytes:\n{self.waiting.decode()}")
 
 
 def log_header(h: Hyperparameters, ranks: Ranks) -> str:
     """The sources, exactly, then the environment, each ended by a line of 100 =."""
     banner = "-" * 40
     sources = f"{SOURCES[SCRIPT.name]}\n{banner}\n# {KERNELS.name}\n{banner}\n{SOURCES[KERNELS.name]}"
+    return "\n".join([sources, RULE, *environment(h, ranks), RULE])
+
+
+def environment(h: Hyperparameters, ranks: Ranks) -> list[str]:
+    """Versions, machine and settings, a line each."""
     triton_version = "none"
     try:
         import triton
@@ -1661,14 +1836,13 @@ def log_header(h: Hyperparameters, ranks: Ranks) -> str:
         devices.append(f"attention: {flash_attention()}")
     else:
         devices = [f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"]
-    environment = [
+    return [
         f"Python {sys.version}",
         f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton_version}",
         f"{platform.platform()}, {ranks.world_size} ranks",
         *devices,
         f"{SCRIPT.name} {h}",
     ]
-    return "\n".join([sources, "=" * 100, *environment, "=" * 100])
 
 
 def cpu_name() -> str:
@@ -1704,30 +1878,327 @@ class Clock:
         return self.before + time.perf_counter() - self.started
 
 
-class PendingStep:
-    """A step's loss and end, read one step later on a GPU, so that neither reading ever stalls the device."""
+class StepReport:
+    """What all ranks have to say of a step, and its end.
 
-    def __init__(self, step: int, tokens: int, loss: Tensor):
-        self.step, self.tokens = step, tokens
-        self.event = None
+    The mean of their losses and the signals they were sent travel in one asynchronous all-reduce of three numbers, during
+    the last backward pass, and are read before the update: the device never waits, all ranks decide alike, and a loss
+    that is not finite never reaches the weights. On a GPU the end is waited for one step later.
+    """
+
+    def __init__(self, step: int, tokens: int, loss: Tensor, asked: int, ranks: Ranks):
+        """loss: of this rank, 0-dim; asked: the signal it was sent, or 0. Launches the reduction."""
+        self.step, self.tokens, self.ended, self.work = step, tokens, None, None
+        self.sums = loss.new_zeros(3)
+        self.sums[0] = loss / ranks.world_size
+        if asked:
+            self.sums[1 if asked == signal.SIGINT else 2].fill_(1)
+        if ranks.world_size > 1:
+            self.work = dist.all_reduce(self.sums, async_op=True)
         if loss.is_cuda:
-            self.loss = torch.empty((), dtype=loss.dtype, pin_memory=True)
-            self.loss.copy_(loss, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        else:
-            self.loss = loss
+            self.on_host = torch.empty(3, pin_memory=True)
+            self.arrived = torch.cuda.Event()
+            aside = torch.cuda.Stream()  # the backward pass does not wait for other ranks
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                if self.work:
+                    self.work.wait()
+                self.on_host.copy_(self.sums, non_blocking=True)
+                self.arrived.record()
 
-    def wait(self) -> float:
-        """This rank's loss, once the device is through with the step. Raises RunError if it is not finite."""
-        if self.event is not None:
-            self.event.synchronize()
-        loss = self.loss.item()
-        if not math.isfinite(loss):
-            raise RunError(
-                f"the training loss is {loss} at step {self.step}: stopped; lower the learning rate or look at the last change"
-            )
-        return loss
+    def read(self) -> tuple[float, int]:
+        """The loss, and the signal that any rank was sent, or 0: the same on all ranks."""
+        if self.sums.is_cuda:
+            self.arrived.synchronize()
+            numbers = self.on_host
+        else:
+            if self.work:
+                self.work.wait()
+            numbers = self.sums
+        self.loss, interrupted, terminated = numbers.tolist()
+        return self.loss, signal.SIGINT if interrupted else signal.SIGTERM if terminated else 0
+
+    def end(self) -> None:
+        """The step's work is launched."""
+        if self.sums.is_cuda:
+            self.ended = torch.cuda.Event()
+            self.ended.record()
+
+    def wait(self) -> None:
+        if self.ended is not None:
+            self.ended.synchronize()
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints: one file, alike from any number of ranks, at the start of a step
+
+CHECKPOINT_MAGIC = b"bankrun checkpoint 1\n"  # then the SHA-256 of all that follows, 32 bytes, then what torch.save writes
+NEWEST = "latest"
+# Settings that may change on the way: where things are, and what is written.
+FREE_SETTINGS = {"data", "encoding", "log_dir", "run_id", "sample_tokens", "save_every", "keep_checkpoints", "resume"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged, or another run's."""
+
+
+def replace_file(path: Path, *pieces: bytes | memoryview) -> None:
+    """Write a file beside its place, onto the disk, then rename it: what has this name is whole at any moment."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
+    """Save, then delete all but the newest `keep` of the folder. Raises OSError; the earlier ones are then untouched."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    payload = buffer.getbuffer()
+    replace_file(path, CHECKPOINT_MAGIC, hashlib.sha256(payload).digest(), payload)
+    for old in checkpoints(path.parent)[keep:]:
+        old.unlink(missing_ok=True)
+
+
+def checkpoints(folder: Path, run: str = ".") -> list[Path]:
+    """Those of a run, or of all ("*"), newest first."""
+    return sorted(folder.glob(f"{run}/step_*.pt"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What write_checkpoint saved. Nothing is unpickled but tensors and plain types. Raises CheckpointError."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    start = len(CHECKPOINT_MAGIC) + 32
+    if not data.startswith(CHECKPOINT_MAGIC):
+        raise CheckpointError(f"{path}: not a checkpoint of this version (begins with {data[: len(CHECKPOINT_MAGIC)]!r})")
+    if hashlib.sha256(memoryview(data)[start:]).digest() != data[len(CHECKPOINT_MAGIC) : start]:
+        raise CheckpointError(f"{path}: damaged or cut short, its SHA-256 is another: resume from an earlier checkpoint")
+    try:
+        saved = torch.load(io.BytesIO(data[start:]), map_location="cpu", weights_only=True)
+    except Exception as error:  # the file's fault, whatever torch.load makes of it
+        raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path}: holds a {type(saved).__name__} instead of a run's state")
+    return saved
+
+
+def find_checkpoint(h: Hyperparameters) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that h.resume means; 'latest' passes over damaged ones, and says so. Raises CheckpointError."""
+    if h.resume != NEWEST:
+        return Path(h.resume), read_checkpoint(Path(h.resume))
+    for path in checkpoints(Path(h.log_dir), h.run_id or "*"):
+        try:
+            return path, read_checkpoint(path)
+        except CheckpointError as error:
+            print(f"{SCRIPT.name}: passed over {error}", file=sys.stderr, flush=True)
+    raise CheckpointError(f"--resume={NEWEST}: no usable checkpoint in {Path(h.log_dir) / (h.run_id or '*')}: start without it")
+
+
+def differences(found: Any, expected: Any, name: str = "") -> list[str]:
+    """Where two nests of dicts differ in keys and types, or tensors in shape and dtype; values are not looked at."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        here = [f"{name}{key} is missing" for key in expected.keys() - found.keys()]
+        here += [f"{name}{key} is unknown" for key in found.keys() - expected.keys()]
+        both = [differences(found[key], expected[key], f"{name}{key}.") for key in expected if key in found]
+        return sorted(here) + list(itertools.chain(*both))
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        kinds = [f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (found, expected)]
+    else:
+        kinds = [type(x).__name__ for x in (found, expected)]
+    return [] if kinds[0] == kinds[1] else [f"{name[:-1]} is {kinds[0]}, here {kinds[1]}"]
+
+
+def whole_layout(manager: TrainingManager, step: int, ranks: int) -> dict[str, Any]:
+    """What whole_state gives at the start of `step`, of so many ranks: shapes and dtypes alone."""
+    optimizer, due = manager.optimizer, step_schedule(step, manager.h).do_adam
+    waiting = {
+        label: optimizer.buffers.get(label, optimizer.params[label].data).new_empty(optimizer.params[label].shape, device="meta")
+        for label, row in optimizer.table.items() if due and row.optim == "adam"
+    }  # fmt: skip
+
+    def whole(label: str, value: Tensor | int) -> Tensor | int:
+        rows = len(optimizer._rows(label, optimizer.params[label].data))
+        return value.new_empty(rows, *value.shape[1:], device="meta") if isinstance(value, Tensor) else value
+
+    return {
+        "parameters": {label: param.data for label, param in optimizer.params.items()},
+        "gradients": {rank: waiting for rank in range(ranks)},
+        "optimizer": {
+            "tied": True,
+            "state": {
+                label: {name: whole(label, value) for name, value in state.items()} for label, state in optimizer.state.items()
+            },
+        },
+        "yarn": manager.model.yarn.state(),
+        "yarn_window": manager.yarn_window,
+    }
+
+
+def whole_state(manager: TrainingManager, ranks: Ranks) -> dict[str, Any]:
+    """The manager's state with shards put together and each rank's waiting gradients, on the first rank; called by all.
+
+    Those gradients are parts of a sum: kept apart, the same number of ranks goes on with the same bits.
+    """
+    saved, optimizer = manager.state_dict(), manager.optimizer
+    for label, state in saved["optimizer"]["state"].items():
+        if optimizer.table[label].comms == "sharded" and ranks.world_size > 1:
+            for name in [name for name, value in state.items() if isinstance(value, Tensor)]:
+                state[name] = torch.cat(ranks.collect(state[name]) or [state[name]])
+    parts = {label: ranks.collect(grad) for label, grad in sorted(saved["gradients"].items())}
+    saved["gradients"] = {
+        rank: {label: grads[rank] for label, grads in parts.items()} for rank in range(ranks.world_size if ranks.main else 0)
+    }
+    return saved
+
+
+def load_whole_state(manager: TrainingManager, whole: dict[str, Any], ranks: Ranks) -> None:
+    """Give this rank its part of what whole_state gave, of any number of ranks.
+
+    Waiting gradients of another number of ranks are shared out: rank r of W takes the sum of those of ranks r, r + W, …
+    """
+    optimizer, parts = manager.optimizer, whole["gradients"]
+    mine = [parts[rank] for rank in range(ranks.rank, len(parts), ranks.world_size)]
+    gradients = {
+        label: sum((part[label].double() for part in mine[1:]), mine[0][label].double()).to(grad.dtype)
+        if len(mine) > 1 else mine[0][label] if mine else torch.zeros_like(grad)
+        for label, grad in parts[0].items()
+    }  # fmt: skip
+    state = {
+        label: {name: value[optimizer.owned[label]] if isinstance(value, Tensor) else value for name, value in values.items()}
+        for label, values in whole["optimizer"]["state"].items()
+    }
+    manager.load_state_dict(
+        {**whole, "gradients": gradients, "optimizer": {"tied": whole["optimizer"]["tied"], "state": state}}
+    )
+
+
+def not_finite(tree: Any, name: str = "") -> list[str]:
+    """Names of the tensors of a nest of dicts that hold an infinity or NaN."""
+    if isinstance(tree, dict):
+        return list(itertools.chain(*(not_finite(value, f"{name}{key}.") for key, value in tree.items())))
+    bad = isinstance(tree, Tensor) and tree.is_floating_point() and not tree.isfinite().all()
+    return [name[:-1]] if bad else []
+
+
+def shard_sizes(h: Hyperparameters) -> dict[str, int]:
+    """Bytes of each shard: what the position in the data counts on."""
+    return {Path(path).name: os.path.getsize(path) for path in find_shards(train_pattern(h)) + find_shards(val_pattern(h))}
+
+
+def save(step: int, manager: TrainingManager, log: Log, seconds: float, ranks: Ranks) -> str:
+    """Save the run as it is at the start of `step`; called by all ranks. The path, or why there is none: a full disk does
+    not end the run. Raises RunError on all ranks, and keeps what is there, if a tensor is not finite."""
+    h, state = manager.h, whole_state(manager, ranks)
+
+    def write() -> str:
+        path = Path(h.log_dir) / h.run_id / f"step_{step:06d}.pt"
+        if bad := not_finite(state):
+            raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier checkpoints are good")
+        saved = {
+            "step": step, "seconds": seconds, "run_id": h.run_id, "log": log.text(), "hyperparameters": dataclasses.asdict(h),
+            "sources": {"script": SOURCES[SCRIPT.name], "kernels": SOURCES[KERNELS.name]}, "shards": shard_sizes(h),
+            "state": state,
+        }  # fmt: skip
+        try:
+            write_checkpoint(path, saved, h.keep_checkpoints)
+        except OSError as error:
+            message = f"no checkpoint of step {step}: {path}: {error.strerror}"
+            log.show(f"{message}: the run goes on")
+            return message
+        return f"checkpoint {path}"
+
+    return ranks.together(write if ranks.main else str)
+
+
+def check_usable(path: Path, saved: dict[str, Any], manager: TrainingManager) -> None:
+    """Raise CheckpointError unless the checkpoint is complete, consistent and of a model like the manager's."""
+    h, texts = manager.h, {"header": "", "lines": ""}
+    expected = {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, "hyperparameters": {}, "shards": {}, "state": {}}
+    expected["sources"] = {"script": "", "kernels": ""}
+    nests = {name: {} for name in ("hyperparameters", "shards", "state") if isinstance(saved.get(name), dict)}
+    faults = differences({**saved, **nests}, expected)  # of these three, only that they are there
+    if not faults:
+        step, state = saved["step"], saved["state"]
+        parts = state.get("gradients")
+        faults = differences(state, whole_layout(manager, step, len(parts) if isinstance(parts, dict) and parts else 1), "state.")
+    if not faults:
+        steps = [state["step"] for state in saved["state"]["optimizer"]["state"].values() if "step" in state]
+        sound = {
+            "step": 0 <= step <= h.total_iterations,
+            "seconds": 0 <= saved["seconds"] < math.inf,
+            "run_id": Path(saved["run_id"]).name == saved["run_id"] != "",
+            "log": f"\n{RULE}\n" in saved["log"]["header"],
+            "state.optimizer.tied": state["optimizer"]["tied"] == (step <= manager.split_step),
+            "state.optimizer.state": min(steps) >= 0,
+            "state.yarn_window": state["yarn_window"] in manager.windows,
+        }
+        faults = [f"{name} cannot be what it is" for name, holds in sound.items() if not holds]
+        faults += [f"{name} is not finite" for name in not_finite(state, "state.")]
+    refuse(path, faults)
+
+
+def check_fits(path: Path, saved: dict[str, Any], h: Hyperparameters) -> None:
+    """Raise CheckpointError, with the first differences, if the checkpoint is of other settings or other shards."""
+    faults = []
+    for kind, here in (("hyperparameters", dataclasses.asdict(h)), ("shards", shard_sizes(h))):
+        there = saved.get(kind)
+        faults += differences(there, here, f"{kind}.")
+        for name in here if isinstance(there, dict) else ():
+            if name in there and name not in FREE_SETTINGS and there[name] != here[name]:
+                faults.append(f"{name} is {there[name]!r}, here {here[name]!r}")
+    refuse(path, faults)
+
+
+def refuse(path: Path, faults: list[str]) -> None:
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise CheckpointError(f"{path} cannot be resumed: {'; '.join(faults[:3])}{more}")
+
+
+def resumption_note(path: Path, saved: dict[str, Any], h: Hyperparameters, ranks: Ranks) -> str:
+    """For the log's header: where the run went on, on what machine, and by what changes to the source."""
+    here = {"script": SOURCES[SCRIPT.name], "kernels": SOURCES[KERNELS.name]}
+    diff = [
+        line.rstrip("\n")
+        for name, before in saved["sources"].items()
+        for line in difflib.unified_diff(before.splitlines(), here[name].splitlines(), f"{name} before", f"{name} now", "", "", 1, "")
+    ]
+    changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
+    source = f"with changed source, {changed} lines of difference" if diff else "with the same source"
+    return "\n".join([f"resumed at step {saved['step']} from {path}, {source}", *environment(h, ranks), *diff])
+
+
+def check_room(manager: TrainingManager, ranks: Ranks) -> None:
+    """Raise OSError if checkpoints, should there be any, cannot be written where they belong: before training."""
+    h = manager.h
+    folder = Path(h.log_dir) / h.run_id
+    if not (h.save_every and ranks.main):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "probe", b"probe")
+    (folder / "probe").unlink()
+
+    def size(tree: Any) -> int:
+        return sum(map(size, tree.values())) if isinstance(tree, dict) else tree.nbytes if isinstance(tree, Tensor) else 0
+
+    files = max(1, h.keep_checkpoints + 1 - len(checkpoints(folder)))
+    needed, free = files * size(whole_layout(manager, 0, 1)), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"{folder}: {files} checkpoints need {needed:,} bytes, {free:,} are free: make room or lower --keep_checkpoints"
+        )
 
 
 # -----------------------------------------------------------------------------
@@ -1743,12 +2214,12 @@ def synthetic_batch(tokens: int, h: Hyperparameters, ranks: Ranks) -> tuple[Tens
     return tuple(x.to(ranks.device) for x in batch)
 
 
-def warm_up(manager: TrainingManager, h: Hyperparameters, ranks: Ranks) -> None:
-    """Run every shape that the schedule will use, so that nothing is compiled later; then restore every bit of state."""
+def warm_up(manager: TrainingManager, h: Hyperparameters, ranks: Ranks, first: int = 0) -> None:
+    """Run every shape that the schedule will use from step `first` on, so that nothing is compiled later; then restore every bit of state."""
     model, optimizer = manager.model, manager.optimizer
     saved = manager.state_dict()
     seen = set()
-    for step in range(h.total_iterations + 1):
+    for step in range(first, h.total_iterations + 1):
         now = step_schedule(step, h)
         for training in (True, False):
             if not (step < h.total_iterations if training else is_validated(step, h)):
@@ -1780,20 +2251,23 @@ def is_validated(step: int, h: Hyperparameters) -> bool:
 
 
 @torch.no_grad()
-def validate(model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ranks) -> float:
-    """Mean next-token cross-entropy over the validation tokens, in nats."""
+def validate(model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ranks, signals: Signals) -> tuple[float, int]:
+    """Mean next-token cross-entropy over the validation tokens, in nats; and the signal that cut it short, or 0."""
     batches = distributed_data_generator(
         val_pattern(h), h.val_batch_tokens, 0, micro_batches=h.micro_batches, rank=ranks.rank, world_size=ranks.world_size,
         aligned=False, bos_id=h.bos_id, doc_slots=h.doc_slots, vocab_size=h.vocab_size,
     )  # fmt: skip
-    count = h.val_tokens // h.val_batch_tokens * h.micro_batches // ranks.world_size  # micro-batches of this rank
+    share = h.micro_batches // ranks.world_size  # of each batch, this rank's
+    count = h.val_tokens // h.val_batch_tokens * share
     model.eval()
-    total = torch.zeros((), device=ranks.device)
-    for batch in itertools.islice(batches, count):
+    total, asked = torch.zeros((), device=ranks.device), 0
+    for i, batch in enumerate(itertools.islice(batches, count)):
         total += model(*to_device(batch, ranks.device), manager.forward_schedule())
+        if i % share == 0 and (asked := StepReport(0, 0, total, signals.asked, ranks).read()[1]):
+            break
     batches.close()
     model.train()
-    return (ranks.sum(total) / (count * ranks.world_size)).item()
+    return (ranks.sum(total) / (count * ranks.world_size)).item(), asked
 
 
 def to_device(batch: Iterable[Tensor], device: torch.device) -> list[Tensor]:
@@ -1801,24 +2275,22 @@ def to_device(batch: Iterable[Tensor], device: torch.device) -> list[Tensor]:
 
 
 @torch.no_grad()
-def sample_text(
-    model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ranks, prompt_tokens: int = 64, temperature: float = 0.7
-) -> tuple[str, str]:
-    """The start of the first validation document, and what the model writes after it: sample_tokens more tokens."""
-    shard = read_shard(find_shards(val_pattern(h))[0])
-    begin = int(np.flatnonzero(shard == h.bos_id)[0])
-    tokens = shard[begin : begin + prompt_tokens].tolist()
+def continue_text(
+    model: GPT, manager: TrainingManager, device: torch.device, prompt: list[int], count: int, temperature: float = 0.7
+) -> list[int]:
+    """Up to `count` tokens after those of the prompt, which begins with bos_id; the document does not end in between."""
+    tokens, h = list(prompt), manager.h
     generator = torch.Generator().manual_seed(h.seed)
     model.eval()
-    for _ in range(min(h.sample_tokens, model.max_seq_len - len(tokens))):
-        inputs = torch.tensor(tokens, dtype=torch.int32, device=ranks.device)
-        cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=ranks.device)
+    for _ in range(min(count, model.max_seq_len - len(tokens))):
+        inputs = torch.tensor(tokens, dtype=torch.int32, device=device)
+        cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
         x = model.hidden_states(inputs, cu_seqlens, manager.forward_schedule())
         logits = softcap(x[-1] @ model.lm_head).float().cpu()[: h.vocab_size]
-        logits[h.bos_id] = -math.inf  # the document goes on
+        logits[h.bos_id] = -math.inf
         tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)))
     model.train()
-    return decode(tokens[1:prompt_tokens], h.encoding), decode(tokens[prompt_tokens:], h.encoding)
+    return tokens[len(prompt) :]
 
 
 def decode(tokens: list[int], encoding: str) -> str:
@@ -1833,39 +2305,70 @@ def decode(tokens: list[int], encoding: str) -> str:
         return f"{tokens} (no text: {type(error).__name__}: {error})"
 
 
-def train(h: Hyperparameters, ranks: Ranks) -> None:
-    """One run, from the weights' start to the last line of the log."""
+def blame(manager: TrainingManager, ranks: Ranks) -> str:
+    """Labels whose weights hold an infinity or NaN, or else whose gradients do, on any rank; empty if all is finite."""
+    params, gradients = manager.optimizer.params, manager.optimizer.gradients()
+    bad = torch.zeros(2, len(params), device=ranks.device)
+    for i, (label, param) in enumerate(params.items()):
+        bad[0, i] = not param.isfinite().all()
+        bad[1, i] = label in gradients and not gradients[label].isfinite().all()
+    ranks.sum(bad)
+    for kind, row in zip(("weights", "gradients"), bad):
+        if names := [label for label, count in zip(params, row.tolist()) if count]:
+            return f"not finite: the {kind} of {', '.join(names)}"
+    return ""
+
+
+def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> None:
+    """One run, from the weights' start, or from a checkpoint, to the last line of the log. Raises RunError."""
+    h, signals = dataclasses.replace(h), signals or Signals()
     ranks.together(h.check, ranks.world_size)
     ranks.together(check_data, h)
+    path, saved = ranks.together(find_checkpoint, h) if h.resume else (None, None)
+    if saved:
+        ranks.together(check_fits, path, saved, h)
     model, manager = ranks.together(build, h, ranks)
-    log = ranks.together(Log, ranks, h)
-
-    log.write(log_header(h, ranks))
+    if saved:
+        ranks.together(check_usable, path, saved, manager)
+    first = saved["step"] if saved else 0
+    ranks.agree(None, f"{path} at step {first}" if saved else "")
+    unnamed = saved["run_id"] if saved else f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
+    h.run_id = h.run_id or unnamed
+    ranks.together(check_room, manager, ranks)
+    header = resumption_note(path, saved, h, ranks) if saved else log_header(h, ranks)
+    log = ranks.together(Log, ranks, h, header, saved and saved["log"])
     if ranks.main:
         log.show(f"log: {log.path}")
+        if saved:
+            log.show(header.partition("\n")[0])
     if ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64  # a graph for each stage and mode, an update for each shape
     started = time.perf_counter()
-    warm_up(manager, h, ranks)
+    warm_up(manager, h, ranks, first)
     log.show(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {ranks.world_size} ranks, warm-up {time.perf_counter() - started:.0f} s"
     )
 
+    clock = Clock(ranks.device)
+    if saved:
+        load_whole_state(manager, saved["state"], ranks)
+        clock.before = saved["seconds"]
+    saved = None  # its memory
     total = h.total_iterations
     share = h.micro_batches // ranks.world_size
     batches = distributed_data_generator(
         train_pattern(h), lambda step: step_schedule(step, h).batch_tokens, h.max_doc_len, micro_batches=h.micro_batches,
         rank=ranks.rank, world_size=ranks.world_size, bos_id=h.bos_id, doc_slots=h.doc_slots, vocab_size=h.vocab_size,
+        first_step=first,
     )  # fmt: skip
     tokens_to_go = sum(step_schedule(step, h).batch_tokens for step in range(total))
-    tokens_done = 0
-    clock = Clock(ranks.device)
-    pending: PendingStep | None = None
+    tokens_done = sum(step_schedule(step, h).batch_tokens for step in range(first))
+    pending: StepReport | None = None
 
-    def finish(done: PendingStep) -> None:
+    def finish(done: StepReport) -> None:
         """Write a step's line, once the device is through with it."""
         nonlocal tokens_done
-        loss = done.wait()
+        done.wait()
         seconds = clock.read()
         tokens_done += done.tokens
         number = done.step + 1
@@ -1873,45 +2376,74 @@ def train(h: Hyperparameters, ranks: Ranks) -> None:
         left = seconds * (tokens_to_go / tokens_done - 1)
         log.progress(
             line,
-            f"step {number}/{total}  loss {loss:.4f}  {tokens_done / seconds:,.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left",
+            f"step {number}/{total}  loss {done.loss:.4f}  {tokens_done / seconds:,.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left",
         )
 
+    def stop(step: int, number: int) -> None:
+        """Obey a signal: save, if that is on, say so in the log, leave together."""
+        kept = save(step, manager, log, clock.before, ranks) if h.save_every else "no checkpoint, as --save_every=0"
+        message = f"stopped by {signal.Signals(number).name} after step:{step}/{total}: {kept}"
+        log.write(message, console=True)
+        log.close()
+        ranks.agree(None)
+        raise Stopped(number, message)
+
+    signals.training, signals.several, asked = True, ranks.world_size > 1, 0
     clock.start()
-    for step in range(total + 1):
-        if is_validated(step, h):
+    for step in range(first, total + 1):
+        saving = h.save_every > 0 and step > first and (step % h.save_every == 0 or step == total)
+        if asked or saving or is_validated(step, h):
             if pending:
                 pending = finish(pending)
             clock.stop()
-            manager.advance_schedule(step)
-            val_loss = validate(model, manager, h, ranks)
-            if not math.isfinite(val_loss):
-                raise RunError(f"the validation loss is {val_loss} at step {step}: stopped")
-            milliseconds = 1000 * clock.before
-            log.write(
-                f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{milliseconds:.0f}ms step_avg:{milliseconds / max(step, 1):.2f}ms",
-                console=True,
-            )
+            if saving and not asked:
+                save(step, manager, log, clock.before, ranks)
+            if is_validated(step, h) and not asked:
+                manager.advance_schedule(step)
+                val_loss, asked = validate(model, manager, h, ranks, signals)
+                culprits = blame(manager, ranks)
+                if culprits or not math.isfinite(val_loss):
+                    ranks.agree(RunError(f"the validation loss is {val_loss} at step {step}: stopped; {culprits}"))
+            if asked:
+                stop(step, asked)
+            if is_validated(step, h):
+                milliseconds = 1000 * clock.before
+                log.write(
+                    f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{milliseconds:.0f}ms step_avg:{milliseconds / max(step, 1):.2f}ms",
+                    console=True,
+                )
             clock.start()
         if step == total:
             break
         manager.advance_schedule(step)
+        tokens = manager.current.batch_tokens
         loss = torch.zeros((), device=ranks.device)
-        for batch in itertools.islice(batches, share):
+        for i, batch in enumerate(itertools.islice(batches, share)):
             micro_loss = model(*to_device(batch, ranks.device), manager.forward_schedule())
+            loss += micro_loss.detach()
+            if i == share - 1:
+                mean = loss / (tokens // ranks.world_size * sum(manager.current.mtp_weights))
+                current = StepReport(step, tokens, mean, signals.asked, ranks)
             micro_loss.backward()
             manager.optimizer.accumulate()
-            loss += micro_loss.detach()
+        loss, asked = current.read()
+        if not math.isfinite(loss):
+            what = f"the training loss is {loss} at step {step}: stopped before its update; {blame(manager, ranks)}"
+            ranks.agree(RunError(f"{what}; lower the learning rate or look at the last change"))
         manager.step_optimizers(step)
-        tokens = manager.current.batch_tokens
-        current = PendingStep(step, tokens, loss / (tokens // ranks.world_size * sum(manager.current.mtp_weights)))
+        current.end()
         if pending:
             finish(pending)
-        pending = current if current.event else finish(current)
+        pending = current if current.ended else finish(current)
     batches.close()
+    signals.training = False
 
     if h.sample_tokens and ranks.main:
-        prompt, text = sample_text(model, manager, h, ranks)
-        log.write(f"sample, after a prompt from the validation shard:\n{prompt}⟫{text}", console=True)
+        shard = read_shard(find_shards(val_pattern(h))[0])
+        begin = int(np.flatnonzero(shard == h.bos_id)[0])
+        prompt = shard[begin : begin + 64].tolist()
+        text = decode(continue_text(model, manager, ranks.device, prompt, h.sample_tokens), h.encoding)
+        log.write(f"sample, after a prompt from the validation shard:\n{decode(prompt[1:], h.encoding)}⟫{text}", console=True)
     log.write(peak_memory(ranks.device), console=True)
     log.close()
     ranks.agree(None)  # all leave together: a rank that is gone breaks the connections of those still at work
@@ -1922,10 +2454,13 @@ def build(h: Hyperparameters, ranks: Ranks) -> tuple[GPT, TrainingManager]:
     torch.manual_seed(h.seed)
     longest = max(max(stage.batch for stage in (*STAGES, EXTENSION)) * h.batch_unit, h.val_batch_tokens) // h.micro_batches
     fp8 = h.fp8_head and has_fp8(ranks.device)
-    model = GPT(h.vocab_size, NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, longest, fp8_head=fp8)
-    if h.dtype == "float32":
-        model.float()
-    model.to(ranks.device)
+    try:
+        model = GPT(h.vocab_size, NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, longest, fp8_head=fp8)
+        if h.dtype == "float32":
+            model.float()
+        model.to(ranks.device)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ValueError(f"no model of this size can be made here, lower --model_dim or --val_batch_tokens: {error}") from error
     if h.compile:
         model.compile(dynamic=False, fullgraph=True)
     return model, TrainingManager(model, h)
@@ -1969,12 +2504,14 @@ def boolean(text: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse options, join the other ranks, train. Raises SystemExit, with code 1 or 2, after a message on stderr."""
+    """Parse options, join the other ranks, train. Raises SystemExit after a message: code 1 or 2, or 128 + signal."""
     first = os.environ.get("RANK", "0") == "0"
     try:
         h = parse_options(argv)
-        ranks = join_ranks()
-        train(h, ranks)
+        with Signals() as signals:
+            train(h, join_ranks(), signals)
+    except Stopped as stopped:
+        raise SystemExit(stopped.code) from None
     except (RunError, ValueError) as error:
         if first or not isinstance(error, AgreedError):
             print(f"{SCRIPT.name}: error: {error}", file=sys.stderr, flush=True)
