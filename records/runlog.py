@@ -221,8 +221,10 @@ def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
     settings = SETTINGS_LINE.search(environment)
     name, files, start = settings[1] if settings else "train_gpt.py", {}, 0
     spaced = environment.startswith("Running")  # the community's script puts empty lines around its banner
-    while banners := [match.span() for match in BANNER.finditer(text, start)]:
-        banner = first_whole(text, start, banners, parses)
+    while True:
+        seen = {*files, name}  # a banner of a name that was there is text within a source
+        banners = [m.span() for m in BANNER.finditer(text, start) if m[1].decode("utf-8", "replace") not in seen]
+        banner = first_whole(text, start, banners, parses) if banners else None
         if banner is None:
             break
         files[name] = text[start : banner[0]]

