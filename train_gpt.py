@@ -1681,14 +1681,14 @@ def keep_freed_memory() -> None:
 class Signals:
     """SIGTERM and Ctrl-C, heard in a thread, as the main one may be waiting for a rank that is gone.
 
-    While `training`, the first one is `asked`: the end of the step obeys it. A second one, or one at another time, ends the
-    process at once, with code 128 + signal.
+    While `training`, the first one is `asked` of this rank; all obey at the end of the step in which they have `agreed`. A
+    second one, or one at another time, ends the process at once, with code 128 + signal.
     """
 
     PATIENCE = 25.0  # seconds for several ranks to obey, less than a launcher's 30
 
     def __init__(self):
-        self.asked, self.training, self.several = 0, False, False
+        self.asked, self.agreed, self.training, self.several = 0, 0, False, False
 
     def __enter__(self) -> Self:
         self.pipe, self.previous = os.pipe(), {}
@@ -1704,7 +1704,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
-            signal.signal(number, signal.SIG_IGN if self.asked and self.several else handler)
+            signal.signal(number, signal.SIG_IGN if self.agreed and self.several else handler)
         if self.previous:
             signal.set_wakeup_fd(self.previous_pipe)
         self.training = False
@@ -2251,8 +2251,8 @@ def is_validated(step: int, h: Hyperparameters) -> bool:
 
 
 @torch.no_grad()
-def validate(model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ranks, signals: Signals) -> tuple[float, int]:
-    """Mean next-token cross-entropy over the validation tokens, in nats; and the signal that cut it short, or 0."""
+def validate(model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ranks, signals: Signals) -> float:
+    """Mean next-token cross-entropy over the validation tokens, in nats; NaN if a signal, signals.agreed, cuts it short."""
     batches = distributed_data_generator(
         val_pattern(h), h.val_batch_tokens, 0, micro_batches=h.micro_batches, rank=ranks.rank, world_size=ranks.world_size,
         aligned=False, bos_id=h.bos_id, doc_slots=h.doc_slots, vocab_size=h.vocab_size,
@@ -2260,14 +2260,16 @@ def validate(model: GPT, manager: TrainingManager, h: Hyperparameters, ranks: Ra
     share = h.micro_batches // ranks.world_size  # of each batch, this rank's
     count = h.val_tokens // h.val_batch_tokens * share
     model.eval()
-    total, asked = torch.zeros((), device=ranks.device), 0
+    total = torch.zeros((), device=ranks.device)
     for i, batch in enumerate(itertools.islice(batches, count)):
         total += model(*to_device(batch, ranks.device), manager.forward_schedule())
-        if i % share == 0 and (asked := StepReport(0, 0, total, signals.asked, ranks).read()[1]):
+        if i % share == 0:
+            _, signals.agreed = StepReport(0, 0, total, signals.asked, ranks).read()
+        if signals.agreed:
             break
     batches.close()
     model.train()
-    return (ranks.sum(total) / (count * ranks.world_size)).item(), asked
+    return math.nan if signals.agreed else (ranks.sum(total) / (count * ranks.world_size)).item()
 
 
 def to_device(batch: Iterable[Tensor], device: torch.device) -> list[Tensor]:
@@ -2379,34 +2381,34 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
             f"step {number}/{total}  loss {done.loss:.4f}  {tokens_done / seconds:,.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left",
         )
 
-    def stop(step: int, number: int) -> None:
-        """Obey a signal: save, if that is on, say so in the log, leave together."""
+    def stop(step: int) -> None:
+        """Obey the signal: save, if that is on, say so in the log, leave together."""
         kept = save(step, manager, log, clock.before, ranks) if h.save_every else "no checkpoint, as --save_every=0"
-        message = f"stopped by {signal.Signals(number).name} after step:{step}/{total}: {kept}"
+        message = f"stopped by {signal.Signals(signals.agreed).name} after step:{step}/{total}: {kept}"
         log.write(message, console=True)
         log.close()
         ranks.agree(None)
-        raise Stopped(number, message)
+        raise Stopped(signals.agreed, message)
 
-    signals.training, signals.several, asked = True, ranks.world_size > 1, 0
+    signals.training, signals.several = True, ranks.world_size > 1
     clock.start()
     for step in range(first, total + 1):
         saving = h.save_every > 0 and step > first and (step % h.save_every == 0 or step == total)
-        if asked or saving or is_validated(step, h):
+        if signals.agreed or saving or is_validated(step, h):
             if pending:
                 pending = finish(pending)
             clock.stop()
-            if saving and not asked:
+            if saving and not signals.agreed:
                 save(step, manager, log, clock.before, ranks)
-            if is_validated(step, h) and not asked:
+            if is_validated(step, h) and not signals.agreed:
                 manager.advance_schedule(step)
-                val_loss, asked = validate(model, manager, h, ranks, signals)
+                val_loss = validate(model, manager, h, ranks, signals)
+            if signals.agreed:
+                stop(step)
+            if is_validated(step, h):
                 culprits = blame(manager, ranks)
                 if culprits or not math.isfinite(val_loss):
                     ranks.agree(RunError(f"the validation loss is {val_loss} at step {step}: stopped; {culprits}"))
-            if asked:
-                stop(step, asked)
-            if is_validated(step, h):
                 milliseconds = 1000 * clock.before
                 log.write(
                     f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{milliseconds:.0f}ms step_avg:{milliseconds / max(step, 1):.2f}ms",
@@ -2426,7 +2428,7 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
                 current = StepReport(step, tokens, mean, signals.asked, ranks)
             micro_loss.backward()
             manager.optimizer.accumulate()
-        loss, asked = current.read()
+        loss, signals.agreed = current.read()
         if not math.isfinite(loss):
             what = f"the training loss is {loss} at step {step}: stopped before its update; {blame(manager, ranks)}"
             ranks.agree(RunError(f"{what}; lower the learning rate or look at the last change"))

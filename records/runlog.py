@@ -18,7 +18,8 @@ from pathlib import Path
 
 MAX_BYTES = 1 << 30
 MAX_PROBLEMS = 5  # named, in a log
-PER_RUN = ("run_id", "log_dir", "seed")  # settings in which runs of one experiment may differ
+# Settings in which runs of one experiment may differ.
+PER_RUN = ("run_id", "log_dir", "seed", "save_every", "keep_checkpoints", "resume")
 
 PLAIN_LINE = re.compile(
     rb"^step:(\d{1,9})/(\d{1,9}) train_time:(\d{1,12})ms step_avg:(?:\d{1,9}(?:\.\d{1,9})?|nan)ms\r?\n", re.MULTILINE
