@@ -2,7 +2,7 @@
 
     ./run.sh                                          # what this machine can do: the record on GPUs, the demo without
     ./run.sh my_copy.py --num_scheduled_iterations=200  # your own copy, your own settings
-    torchrun --standalone --nproc_per_node=8 train_gpt.py   # the same by hand: 8, 4, 2 or 1 GPUs
+    torchrun --standalone --nproc_per_node=8 train_gpt.py   # the same by hand: 8, 4, 2 or 1 GPUs (README.md: two nodes)
     python train_gpt.py --help                        # every setting
 
 Read on: settings, head, optimizer, model, data, schedule, loop. The GPU kernels are in triton_kernels.py.
@@ -1244,7 +1244,8 @@ def prefetch(items: Iterable, depth: int = 4) -> Iterator:
         except BaseException as error:  # handed to the consumer, whatever it is
             put("error", error)
 
-    threading.Thread(target=work, daemon=True, name="loader").start()
+    thread = threading.Thread(target=work, daemon=True, name="loader")
+    thread.start()
     try:
         while True:
             kind, value = ready.get()
@@ -1255,6 +1256,7 @@ def prefetch(items: Iterable, depth: int = 4) -> Iterator:
             yield value
     finally:
         stopped.set()
+        thread.join(10)  # one that is inside of PyTorch while the interpreter ends would abort the process
 
 
 def distributed_data_generator(

@@ -119,7 +119,7 @@ def model_parameters(h: Hyperparameters) -> dict[str, Parameter]:
 
 def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     def line(cells: Iterable[object]) -> str:
-        return "| " + " | ".join(f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+        return "| " + " | ".join((f"{cell:,.2f}" if cell == 0 or cell >= 0.01 else f"{cell:.5f}") if isinstance(cell, float) else str(cell) for cell in cells) + " |"
 
     head = list(head)
     return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])
@@ -181,19 +181,20 @@ def balance_table(parameters: dict[str, Parameter], table: dict[str, ParamConfig
 
 
 def memory_table(parameters: dict[str, Parameter], h: Hyperparameters, world_sizes: list[int]) -> str:
-    """Megabytes of optimizer state on a rank. Moments are fp32; NorMuon's second moment is a number a row; bf16 banks have mantissas."""
+    """Megabytes of optimizer state on the fullest rank: fp32 moments, NorMuon's second one a number a row; mantissas of bf16 banks."""
 
     def state_bytes(label: str, config: ParamConfig, W: int) -> float:
         shape, dtype = parameters[label]
-        n = torch.Size(shape).numel()
+        n = elements = torch.Size(shape).numel()
         if config.optim == "adam":
-            size = 8 * n
+            size = 8 * elements
         else:
             rows, cols = shape[-2] // config.stacked, shape[-1]
-            size = 4 * n + 4 * n // min(rows, cols) + (2 * n if dtype == torch.bfloat16 else 0)
-        return size * (-(-matrices(parameters[label], config) // W) / matrices(parameters[label], config)
-                       if config.optim == "normuon" and config.comms == "sharded"
-                       else 1 / W if config.comms == "sharded" else 1)  # fmt: skip
+            size = 4 * elements + 4 * elements // min(rows, cols) + (2 * elements if dtype == torch.bfloat16 else 0)
+            n = matrices(parameters[label], config)
+        if config.comms == "replicated":
+            return size
+        return size * -(-n // W) / n
 
     rows = []
     for comms in ("sharded", "replicated"):

@@ -2,7 +2,7 @@
 
     python bench/grad_dtype.py [--data=data/local] [--seeds=3] [--ranks=2] [any option of the trainer]
 
-A bf16 model of the demo's topology, 8 micro-batches a step shared by gloo ranks, on byte shards (data/local_text.py makes them).
+A bf16 model of the demo's topology, 8 micro-batches a step shared by gloo ranks, on byte shards of data/local_text.py.
 Prints a markdown table: the final validation loss of each run, and the bytes that a rank sends in a step.
 """
 
@@ -44,13 +44,15 @@ def main() -> None:
     rows = []
     for grad_dtype in ("param", "float32"):
         how = f"--grad_dtype={grad_dtype}"
-        losses = [final_loss([*options, how, f"--seed={seed}"], ranks) for seed in range(seeds)]
+        losses = []
+        for seed in range(seeds):
+            losses.append(final_loss([*options, how, f"--seed={seed}"], ranks))
+            print(f"{how} --seed={seed}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
         h = parse_options([*options, how])
         calls = expected_calls(model_parameters(h), param_table(h), ranks, True, False)
         spread = stdev(losses) if seeds > 1 else 0.0
         rows.append([grad_dtype, *(f"{loss:.4f}" for loss in losses), f"{mean(losses):.4f} ± {spread:.4f}",
                      f"{sum(call.sent for call in calls.values()) / 1e6:.2f}"])  # fmt: skip
-        print(rows[-1], file=sys.stderr, flush=True)
     print(markdown(["gradients in", *(f"seed {seed}" for seed in range(seeds)), "mean", "MB sent, Adam step, split"], rows))
 
 

@@ -3,8 +3,8 @@
     python bench/optimizer.py --preset=demo                                              # one rank
     torchrun --standalone --nproc_per_node=8 bench/optimizer.py [any option of the trainer]
 
-Phases: `reduce` launches the reductions, `wait` waits for them, `update` is the arithmetic, `gather` launches the all-gathers and
-waits for them. Taken apart, each part is timed on a synchronised device, so nothing overlaps; `whole` is the step as training
+Phases: `reduce` launches the reductions, `wait` waits for them, `update` is the arithmetic, `gather` launches the all-gathers
+and waits for them. Taken apart, each part is timed on a synchronised device, so nothing overlaps; `whole` is the step as training
 runs it, where reductions travel meanwhile. Medians over steps of the slowest rank, as a markdown table in milliseconds.
 """
 
@@ -105,7 +105,8 @@ def main() -> None:
     with patch("train_gpt.NorMuonAndAdam", TimedOptimizer):
         _, manager = build(h, ranks)
     optimizer = manager.optimizer
-    for do_adam, tied, name in ((False, True, "NorMuon alone"), (True, True, "with Adam, tied"), (True, False, "with Adam, split")):
+    kinds = {"NorMuon alone": (False, True), "with Adam, tied": (True, True), "with Adam, split": (True, False)}
+    for name, (do_adam, tied) in kinds.items():
         optimizer.tied = tied
         whole, parts = [], defaultdict(list)
         for _ in range(WARM_UP + STEPS):

@@ -84,8 +84,8 @@ def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, tim
     function: at the top level of a module; its result must be something torch.save takes. Raises RuntimeError, with the
     traceback, as soon as one rank fails, and TimeoutError after `timeout` seconds; no process outlives the call.
     """
-    context = mp.get_context("forkserver")  # a clean process that imports torch once, for all ranks of all tests
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
+    context = mp.get_context("forkserver")  # a clean process, which has imported all that ranks need
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "train_gpt", "common"])
     processes = [
         context.Process(target=_rank_main, args=(rank, world_size, str(folder), function, args), daemon=True)
         for rank in range(world_size)

@@ -22,7 +22,7 @@ from train_gpt import DEMO, ForwardSchedule, Hyperparameters, Ranks, TrainingMan
 ROOT = Path(train_gpt.__file__).parent
 BANKS, SHARDED = ("attn", "mlp"), ("attn", "mlp", "ve0", "ve1", "ve2", "lm_head", "embed")
 
-# Six steps: two, one and one in the stages and two more; Adam on odd ones, the split after step 3, and on step 5 embed lives alone.
+# Six steps, two, one and one in the stages and two more: Adam on odd ones, the split after step 3, embed's own life on step 5.
 SMALL = dict(
     model_dim=16, num_heads=2, head_dim=8, num_scheduled_iterations=4, num_extension_iterations=2, momentum_warmup=3,
     momentum_cooldown=2, micro_batches=8, batch_unit=16, val_every=3, val_tokens=1024, val_batch_tokens=512, sample_tokens=0,
@@ -133,11 +133,13 @@ def runs(run_ranks, shards: Path) -> Callable[[int], dict[str, list[dict]]]:
 
     def get(world_size: int) -> dict[str, list[dict]]:
         if world_size not in cache:
-            variants = {name: VARIANTS[name] for name in ON_RANKS.get(world_size, [])} | (PADDED if world_size in (1, 16) else {})
+            variants = {name: VARIANTS[name] for name in ON_RANKS.get(world_size, [])}
+            if world_size in (1, 16):
+                variants |= PADDED
             if world_size == 1:
                 results = [whole_runs(0, 1, shards, variants)]
             else:
-                function = whole_runs_and_traced_steps if world_size == 4 else whole_runs  # one start of four processes for both
+                function = whole_runs_and_traced_steps if world_size == 4 else whole_runs  # four processes start once
                 results = run_ranks(world_size, function, shards, variants)
             cache[world_size] = {name: [result[name] for result in results] for name in results[0]}
         return cache[world_size]
@@ -244,7 +246,7 @@ def test_sharding_adds_no_error_to_what_rounding_makes(runs, world_size: int) ->
 
 @COUNTS
 def test_gradients_reach_the_fp8_head_at_the_same_size(runs, world_size: int) -> None:
-    """Its scale is static: nothing may be divided by ranks or micro-batches before. So each micro-batch has one largest gradient."""
+    """Its scale is static: nothing may be divided before it. So the largest gradient of a micro-batch is one number."""
     alone, shared = (in_order(runs(n)["fp64, FP8 head"], "gradient_sizes") for n in (1, world_size))
     assert len(alone) == len(shared) == 6 * 8
     assert shared[:8] == alone[:8]  # of the first step, on equal weights, exactly
@@ -364,9 +366,9 @@ class LargeOperations(TorchDispatchMode):
 
 
 def traced_steps(rank: int, world_size: int) -> list[dict]:
-    """For four steps, the second half after the split, of a model whose smallest bank or embedding is larger than any shard: what forward and backward passes of
-    two micro-batches, and the optimizer's step, do with tensors as large as a parameter; and by address where autograd left
-    gradients and weights are, and where the collectives work."""
+    """For four steps, two before and two after the split, of a model whose smallest bank or embedding is larger than any shard:
+    what forward and backward passes of two micro-batches, and the optimizer's step, do with tensors as large as a parameter;
+    and by address where gradients and weights are, and where the collectives work."""
     model = tiny_gpt(vocab_size=1024)
     manager = TrainingManager(model, Hyperparameters(block_size=16))
     whole = min(p.numel() for label, p in model.named_parameters() if label in SHARDED)
@@ -421,7 +423,7 @@ def traced(runs) -> list[list[dict]]:
     return runs(4)["traced"]
 
 
-COPIES = {"cat", "stack", "clone", "contiguous", "copy_", "_to_copy", "new_zeros", "zeros_like", "slice_backward", "select_backward"}
+COPIES = {"cat", "stack", "clone", "copy_", "_to_copy", "new_zeros", "zeros_like", "slice_backward", "select_backward"}
 
 
 def test_sharded_step_touches_whole_parameters_by_collectives_and_the_tied_transposes_alone(traced) -> None:

@@ -337,7 +337,8 @@ def rank_of(pid):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, victim):
     arguments = options(shards, tmp_path, batch_unit=32, num_scheduled_iterations=80, val_every=0)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt.py", *arguments]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, ROOT / "train_gpt.py", *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
