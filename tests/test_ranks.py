@@ -96,7 +96,7 @@ def whole_run(rank: int, world_size: int, data: Path, name: str, in_fp64: bool, 
 
     def validate_recorded(*args):
         result = validate(*args)
-        val_losses.append(result[0])
+        val_losses.append(result)
         return result
 
     def quantize_recorded(x: Tensor, scale: float, dtype: torch.dtype):
