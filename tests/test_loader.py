@@ -154,13 +154,14 @@ def test_a_document_that_gives_only_the_last_target_starts_at_T(tmp_path):
 
 def test_the_loading_thread_ends_with_its_generator(tmp_path):
     write(tmp_path, documents([50] * 400))
+    others = set(threading.enumerate())
     batches = generator(tmp_path, 4 * 16, 100)
     next(batches)
+    (loader,) = set(threading.enumerate()) - others
+    assert loader.name == "loader" and loader.is_alive()
     batches.close()
-    for thread in threading.enumerate():
-        if thread.name == "loader":
-            thread.join(timeout=5)
-            assert not thread.is_alive()
+    loader.join(timeout=5)
+    assert not loader.is_alive()
 
 
 # -----------------------------------------------------------------------------
