@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py   # the same by hand: 8, 4, 2 or 1 GPUs (README.md: two nodes)
     python train_gpt.py --help                        # every setting
 
-Read on: settings, head, optimizer, model, data, schedule, loop. The GPU kernels are in triton_kernels.py.
+Read on: settings, head, optimizer, model, data, schedule, checkpoints, loop. The GPU kernels are in triton_kernels.py.
 """
 
 # -----------------------------------------------------------------------------
