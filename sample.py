@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", help="a file, or 'latest': the newest of all runs in --log_dir")
     parser.add_argument("prompt", help="how the document begins; may be empty")
     parser.add_argument("--tokens", type=int, default=200, help="to write (200)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="above 0: near it the likeliest token, 1 as trained (0.7)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="above 0: near it the likeliest, 1 as trained (0.7)")
     parser.add_argument("--script", type=Path, default=Path(__file__).with_name("train_gpt.py"), help="that trained it")
     parser.add_argument("--log_dir", default="logs", help="where 'latest' looks")
     args = parser.parse_args(argv)

@@ -545,8 +545,9 @@ class NorMuonAndAdam:
         self.params = dict(named_parameters)
         self.table = param_table
         self.scatter_order, self.work_order = tuple(scatter_order), tuple(work_order)
-        for name, order in (("param_table", param_table), ("scatter_order", self.scatter_order), ("work_order", self.work_order)):
-            check_order(name, order, self.params)
+        check_order("param_table", param_table, self.params)
+        check_order("scatter_order", self.scatter_order, self.params)
+        check_order("work_order", self.work_order, self.params)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.tied = True
         self.lr_mul, self.momentum = 1.0, 0.95  # the schedule's; set before each step
@@ -1116,7 +1117,8 @@ def read_shard(path: str, vocab_size: int | None = None) -> np.ndarray:
             header = np.frombuffer(file.read(4 * HEADER_INTS), dtype="<i4")
             if len(header) < HEADER_INTS or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
                 raise DataError(
-                    f"{path}: not a token shard (first numbers {header[:3].tolist()}, expected [{SHARD_MAGIC}, {SHARD_VERSION}, count])"
+                    f"{path}: not a token shard (first numbers {header[:3].tolist()}, "
+                    f"expected [{SHARD_MAGIC}, {SHARD_VERSION}, count])"
                 )
             if size != 4 * HEADER_INTS + 2 * int(header[2]):
                 raise DataError(
@@ -1158,7 +1160,7 @@ class Documents:
         self.ends = np.concatenate(([0], np.cumsum(self.lengths)))  # (documents + 1,) tokens before each document
 
     def plan(self, first: int, slices: int, length: int) -> list[tuple[int, int]] | None:
-        """Documents [i, j) of each slice of `length` tokens, from document `first` on; None if the shard cannot fill them all."""
+        """Documents [i, j) of each slice of `length` tokens, from document `first` on; None if the shard cannot fill all."""
         ranges = []
         for _ in range(slices):
             end = int(np.searchsorted(self.ends, self.ends[first] + length)) if first < len(self.starts) else len(self.ends)
@@ -1209,7 +1211,8 @@ def make_micro_batch(tokens: np.ndarray, starts: np.ndarray, slots: int, where: 
     starts = starts[starts < T]  # one at T gives the last target only
     if len(starts) >= slots:
         raise DataError(
-            f"{where}: {len(starts)} documents in one micro-batch of {T} tokens do not fit {slots} slots: set --doc_slots={len(starts) + 1} or more"
+            f"{where}: {len(starts)} documents in one micro-batch of {T} tokens do not fit {slots} slots: "
+            f"set --doc_slots={len(starts) + 1} or more"
         )
     cu_seqlens = np.full(slots, T, dtype=np.int32)
     cu_seqlens[: len(starts)] = starts
@@ -1320,7 +1323,8 @@ def check_data(h: Hyperparameters) -> None:
         raise DataError(f"{validation}: no document begins in it (no token {h.bos_id}): another shard, or --bos_id?")
     if len(tokens) <= h.val_tokens:
         raise DataError(
-            f"{validation}: validation needs {h.val_tokens + 1:,} tokens, it holds {len(tokens):,}: lower --val_tokens and --val_batch_tokens"
+            f"{validation}: validation needs {h.val_tokens + 1:,} tokens, it holds {len(tokens):,}: "
+            f"lower --val_tokens and --val_batch_tokens"
         )
     files = find_shards(train_pattern(h))
     plans = plan_batches(
@@ -1335,8 +1339,8 @@ def check_data(h: Hyperparameters) -> None:
             return
     needed = sum(step_schedule(step, h).batch_tokens for step in range(total))
     raise DataError(
-        f"{train_pattern(h)}: {total} steps need {needed:,} tokens and what document cuts drop; these {len(files)} shards hold {present:,} "
-        f"usable ones, enough for {steps} steps: add shards or lower --num_scheduled_iterations"
+        f"{train_pattern(h)}: {total} steps need {needed:,} tokens and what document cuts drop; these {len(files)} shards "
+        f"hold {present:,} usable ones, enough for {steps} steps: add shards or lower --num_scheduled_iterations"
     )
 
 
@@ -1599,7 +1603,9 @@ def environment_number(name: str, default: int, least: int = 0) -> int:
     """A number of torchrun's environment. Raises RunError if it is none, or too small."""
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise RunError(f"{name}={text!r} in the environment: a number from {least} on belongs there; start with torchrun, or unset it")
+        raise RunError(
+            f"{name}={text!r} in the environment: a number from {least} on belongs there; start with torchrun, or unset it"
+        )
     return int(text)
 
 
@@ -1612,20 +1618,20 @@ def join_ranks() -> Ranks:
     launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     missing = [name for name in needed if name not in os.environ]
     if launched and missing:
-        raise RunError(f"{', '.join(missing)} missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all")
+        raise RunError(
+            f"{', '.join(missing)} missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all"
+        )
     world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
     local_rank = environment_number("LOCAL_RANK", 0)
     local_size = environment_number("LOCAL_WORLD_SIZE", local_rank + 1, least=1)
     if not (rank < world_size and local_rank < local_size <= world_size):
         raise RunError(
-            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size} in the environment "
-            f"cannot be: start with torchrun"
+            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size} "
+            f"in the environment cannot be: start with torchrun"
         )
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise RunError(
-                f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; start as many ranks as GPUs"
-            )
+        if local_rank >= (gpus := torch.cuda.device_count()):
+            raise RunError(f"local rank {local_rank} has no GPU: this machine shows {gpus}; start as many ranks as GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         flash_attention()
@@ -1642,8 +1648,9 @@ def join_ranks() -> Ranks:
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
             raise RunError(
-                f"rank {rank} of {world_size} cannot join the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, "
-                f"are all of them started, once each, and is the port free? {str(error).splitlines()[0]}"
+                f"rank {rank} of {world_size} cannot join the others at {os.environ['MASTER_ADDR']}:"
+                f"{os.environ['MASTER_PORT']}, are all of them started, once each, and is the port free? "
+                f"{str(error).splitlines()[0]}"
             ) from error
     return Ranks(rank, world_size, device)
 
@@ -2024,8 +2031,8 @@ def whole_layout(manager: TrainingManager, step: int, ranks: int) -> dict[str, A
     """What whole_state gives at the start of `step`, of so many ranks: shapes and dtypes alone."""
     optimizer, due = manager.optimizer, step_schedule(step, manager.h).do_adam
     waiting = {
-        label: optimizer.buffers.get(label, optimizer.params[label].data).new_empty(optimizer.params[label].shape, device="meta")
-        for label, row in optimizer.table.items() if due and row.optim == "adam"
+        label: optimizer.buffers.get(label, param.data).new_empty(param.shape, device="meta")
+        for label, param in optimizer.params.items() if due and optimizer.table[label].optim == "adam"
     }  # fmt: skip
 
     def whole(label: str, value: Tensor | int) -> Tensor | int:
@@ -2132,7 +2139,8 @@ def check_usable(path: Path, saved: dict[str, Any], manager: TrainingManager) ->
     if not faults:
         step, state = saved["step"], saved["state"]
         parts = state.get("gradients")
-        faults = differences(state, whole_layout(manager, step, len(parts) if isinstance(parts, dict) and parts else 1), "state.")
+        ranks = len(parts) if isinstance(parts, dict) and parts else 1
+        faults = differences(state, whole_layout(manager, step, ranks), "state.")
     if not faults:
         steps = [state["step"] for state in saved["state"]["optimizer"]["state"].values() if "step" in state]
         sound = {
@@ -2170,11 +2178,10 @@ def refuse(path: Path, faults: list[str]) -> None:
 def resumption_note(path: Path, saved: dict[str, Any], h: Hyperparameters, ranks: Ranks) -> str:
     """For the log's header: where the run went on, on what machine, and by what changes to the source."""
     here = {"script": SOURCES[SCRIPT.name], "kernels": SOURCES[KERNELS.name]}
-    diff = [
-        line.rstrip("\n")
-        for name, before in saved["sources"].items()
-        for line in difflib.unified_diff(before.splitlines(), here[name].splitlines(), f"{name} before", f"{name} now", "", "", 1, "")
-    ]
+    diff = []
+    for name, before in saved["sources"].items():
+        lines = before.splitlines(), here[name].splitlines()
+        diff += difflib.unified_diff(*lines, f"{name} before", f"{name} now", n=1, lineterm="")
     changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
     source = f"with changed source, {changed} lines of difference" if diff else "with the same source"
     return "\n".join([f"resumed at step {saved['step']} from {path}, {source}", *environment(h, ranks), *diff])
@@ -2215,7 +2222,8 @@ def synthetic_batch(tokens: int, h: Hyperparameters, ranks: Ranks) -> tuple[Tens
 
 
 def warm_up(manager: TrainingManager, h: Hyperparameters, ranks: Ranks, first: int = 0) -> None:
-    """Run every shape that the schedule will use from step `first` on, so that nothing is compiled later; then restore every bit of state."""
+    """Run every shape that the schedule will use from step `first` on, so that nothing is compiled later; then restore
+    every bit of state."""
     model, optimizer = manager.model, manager.optimizer
     saved = manager.state_dict()
     seen = set()
@@ -2323,132 +2331,165 @@ def blame(manager: TrainingManager, ranks: Ranks) -> str:
 
 def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> None:
     """One run, from the weights' start, or from a checkpoint, to the last line of the log. Raises RunError."""
-    h, signals = dataclasses.replace(h), signals or Signals()
-    ranks.together(h.check, ranks.world_size)
-    ranks.together(check_data, h)
-    path, saved = ranks.together(find_checkpoint, h) if h.resume else (None, None)
-    if saved:
-        ranks.together(check_fits, path, saved, h)
-    model, manager = ranks.together(build, h, ranks)
-    if saved:
-        ranks.together(check_usable, path, saved, manager)
-    first = saved["step"] if saved else 0
-    ranks.agree(None, f"{path} at step {first}" if saved else "")
-    unnamed = saved["run_id"] if saved else f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
-    h.run_id = h.run_id or unnamed
-    ranks.together(check_room, manager, ranks)
-    header = resumption_note(path, saved, h, ranks) if saved else log_header(h, ranks)
-    log = ranks.together(Log, ranks, h, header, saved and saved["log"])
-    if ranks.main:
-        log.show(f"log: {log.path}")
+    run = Run(dataclasses.replace(h), ranks, signals or Signals())
+    run.prepare()
+    run.loop()
+    run.end()
+
+
+class Run:
+    """Settings, ranks and signals become a model, its manager, a log and a clock; then the loop over steps."""
+
+    def __init__(self, h: Hyperparameters, ranks: Ranks, signals: Signals):
+        self.h, self.ranks, self.signals = h, ranks, signals
+        self.clock = Clock(ranks.device)
+        self.first, self.total = 0, h.total_iterations  # steps
+        self.tokens_done = 0
+
+    def prepare(self) -> None:
+        """Check everything that can be known, before any file is written; open the log; warm up; load the checkpoint."""
+        h, ranks = self.h, self.ranks
+        ranks.together(h.check, ranks.world_size)
+        ranks.together(check_data, h)
+        path, saved = ranks.together(find_checkpoint, h) if h.resume else (None, None)
         if saved:
-            log.show(header.partition("\n")[0])
-    if ranks.device.type == "cuda":
-        torch._dynamo.config.recompile_limit = 64  # a graph for each stage and mode, an update for each shape
-    started = time.perf_counter()
-    warm_up(manager, h, ranks, first)
-    log.show(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {ranks.world_size} ranks, warm-up {time.perf_counter() - started:.0f} s"
-    )
+            ranks.together(check_fits, path, saved, h)
+        self.model, self.manager = ranks.together(build, h, ranks)
+        if saved:
+            ranks.together(check_usable, path, saved, self.manager)
+            self.first, self.clock.before = saved["step"], saved["seconds"]
+        ranks.agree(None, f"{path} at step {self.first}" if saved else "")
+        unnamed = saved["run_id"] if saved else f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        h.run_id = h.run_id or unnamed
+        ranks.together(check_room, self.manager, ranks)
+        header = resumption_note(path, saved, h, ranks) if saved else log_header(h, ranks)
+        self.log = ranks.together(Log, ranks, h, header, saved and saved["log"])
+        if ranks.main:
+            self.log.show(f"log: {self.log.path}")
+            if saved:
+                self.log.show(header.partition("\n")[0])
 
-    clock = Clock(ranks.device)
-    if saved:
-        load_whole_state(manager, saved["state"], ranks)
-        clock.before = saved["seconds"]
-    saved = None  # its memory
-    total = h.total_iterations
-    share = h.micro_batches // ranks.world_size
-    batches = distributed_data_generator(
-        train_pattern(h), lambda step: step_schedule(step, h).batch_tokens, h.max_doc_len, micro_batches=h.micro_batches,
-        rank=ranks.rank, world_size=ranks.world_size, bos_id=h.bos_id, doc_slots=h.doc_slots, vocab_size=h.vocab_size,
-        first_step=first,
-    )  # fmt: skip
-    tokens_to_go = sum(step_schedule(step, h).batch_tokens for step in range(total))
-    tokens_done = sum(step_schedule(step, h).batch_tokens for step in range(first))
-    pending: StepReport | None = None
+        if ranks.device.type == "cuda":
+            torch._dynamo.config.recompile_limit = 64  # a graph for each stage and mode, an update for each shape
+        started = time.perf_counter()
+        warm_up(self.manager, h, ranks, self.first)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        seconds = time.perf_counter() - started
+        self.log.show(f"{parameters:,} parameters, {ranks.world_size} ranks, warm-up {seconds:.0f} s")
+        if saved:
+            load_whole_state(self.manager, saved["state"], ranks)
+        self.tokens_done = sum(step_schedule(step, h).batch_tokens for step in range(self.first))
+        self.tokens = sum(step_schedule(step, h).batch_tokens for step in range(self.total))
 
-    def finish(done: StepReport) -> None:
+    def loop(self) -> None:
+        """All steps. The clock runs over them, and stands while a checkpoint is written or the model validated."""
+        h, ranks, signals, manager, clock = self.h, self.ranks, self.signals, self.manager, self.clock
+        batches = distributed_data_generator(
+            train_pattern(h), lambda step: step_schedule(step, h).batch_tokens, h.max_doc_len, micro_batches=h.micro_batches,
+            rank=ranks.rank, world_size=ranks.world_size, bos_id=h.bos_id, doc_slots=h.doc_slots, vocab_size=h.vocab_size,
+            first_step=self.first,
+        )  # fmt: skip
+        signals.training, signals.several = True, ranks.world_size > 1
+        pending: StepReport | None = None  # on a GPU, a step that is launched and not yet through
+        clock.start()
+        for step in range(self.first, self.total + 1):
+            saving = h.save_every > 0 and step > self.first and (step % h.save_every == 0 or step == self.total)
+            if signals.agreed or saving or is_validated(step, h):
+                if pending:
+                    pending = self.report(pending)
+                clock.stop()
+                self.pause(step, saving)
+                clock.start()
+            if step == self.total:
+                break
+            manager.advance_schedule(step)
+            current = self.forward_backward(step, batches)
+            loss, signals.agreed = current.read()
+            if not math.isfinite(loss):
+                what = f"the training loss is {loss} at step {step}: stopped before its update; {blame(manager, ranks)}"
+                ranks.agree(RunError(f"{what}; lower the learning rate or look at the last change"))
+            manager.step_optimizers(step)
+            current.end()
+            if pending:
+                self.report(pending)
+            pending = current if current.ended else self.report(current)
+        batches.close()
+        signals.training = False
+
+    def forward_backward(self, step: int, batches: Iterator) -> StepReport:
+        """This rank's micro-batches of a step; their gradients wait. The report of it is on its way."""
+        h, ranks, manager = self.h, self.ranks, self.manager
+        share = h.micro_batches // ranks.world_size
+        tokens, mtp_weights = manager.current.batch_tokens, manager.current.mtp_weights
+        total = torch.zeros((), device=ranks.device)
+        for i, batch in enumerate(itertools.islice(batches, share)):
+            loss = self.model(*to_device(batch, ranks.device), manager.forward_schedule())
+            total += loss.detach()
+            if i == share - 1:
+                mean = total / (tokens // ranks.world_size * sum(mtp_weights))
+                report = StepReport(step, tokens, mean, self.signals.asked, ranks)
+            loss.backward()
+            manager.optimizer.accumulate()
+        return report
+
+    def report(self, done: StepReport) -> None:
         """Write a step's line, once the device is through with it."""
-        nonlocal tokens_done
         done.wait()
-        seconds = clock.read()
-        tokens_done += done.tokens
-        number = done.step + 1
-        line = f"step:{number}/{total} train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / number:.2f}ms"
-        left = seconds * (tokens_to_go / tokens_done - 1)
-        log.progress(
-            line,
-            f"step {number}/{total}  loss {done.loss:.4f}  {tokens_done / seconds:,.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left",
+        seconds, number = self.clock.read(), done.step + 1
+        self.tokens_done += done.tokens
+        left = int(seconds * (self.tokens / self.tokens_done - 1))
+        speed = self.tokens_done / seconds
+        self.log.progress(
+            step_line(number, self.total, seconds),
+            f"step {number}/{self.total}  loss {done.loss:.4f}  {speed:,.0f} tokens/s  {left // 60}:{left % 60:02d} left",
         )
 
-    def stop(step: int) -> None:
+    def pause(self, step: int, saving: bool) -> None:
+        """Between steps: save, validate, obey a signal."""
+        h, ranks, signals, manager = self.h, self.ranks, self.signals, self.manager
+        if saving and not signals.agreed:
+            save(step, manager, self.log, self.clock.before, ranks)
+        if is_validated(step, h) and not signals.agreed:
+            manager.advance_schedule(step)
+            val_loss = validate(self.model, manager, h, ranks, signals)
+        if signals.agreed:
+            self.stop(step)
+        if is_validated(step, h):
+            culprits = blame(manager, ranks)
+            if culprits or not math.isfinite(val_loss):
+                ranks.agree(RunError(f"the validation loss is {val_loss} at step {step}: stopped; {culprits}"))
+            self.log.write(step_line(step, self.total, self.clock.before, val_loss), console=True)
+
+    def stop(self, step: int) -> None:
         """Obey the signal: save, if that is on, say so in the log, leave together."""
-        kept = save(step, manager, log, clock.before, ranks) if h.save_every else "no checkpoint, as --save_every=0"
-        message = f"stopped by {signal.Signals(signals.agreed).name} after step:{step}/{total}: {kept}"
-        log.write(message, console=True)
+        kept = "no checkpoint, as --save_every=0"
+        if self.h.save_every:
+            kept = save(step, self.manager, self.log, self.clock.before, self.ranks)
+        message = f"stopped by {signal.Signals(self.signals.agreed).name} after step:{step}/{self.total}: {kept}"
+        self.log.write(message, console=True)
+        self.log.close()
+        self.ranks.agree(None)
+        raise Stopped(self.signals.agreed, message)
+
+    def end(self) -> None:
+        """The sample, and the log's last line."""
+        h, ranks, log = self.h, self.ranks, self.log
+        if h.sample_tokens and ranks.main:
+            shard = read_shard(find_shards(val_pattern(h))[0])
+            begin = int(np.flatnonzero(shard == h.bos_id)[0])
+            prompt = shard[begin : begin + 64].tolist()
+            text = continue_text(self.model, self.manager, ranks.device, prompt, h.sample_tokens)
+            shown = f"{decode(prompt[1:], h.encoding)}⟫{decode(text, h.encoding)}"
+            log.write(f"sample, after a prompt from the validation shard:\n{shown}", console=True)
+        log.write(peak_memory(ranks.device), console=True)
         log.close()
-        ranks.agree(None)
-        raise Stopped(signals.agreed, message)
+        ranks.agree(None)  # all leave together: a rank that is gone breaks the connections of those still at work
 
-    signals.training, signals.several = True, ranks.world_size > 1
-    clock.start()
-    for step in range(first, total + 1):
-        saving = h.save_every > 0 and step > first and (step % h.save_every == 0 or step == total)
-        if signals.agreed or saving or is_validated(step, h):
-            if pending:
-                pending = finish(pending)
-            clock.stop()
-            if saving and not signals.agreed:
-                save(step, manager, log, clock.before, ranks)
-            if is_validated(step, h) and not signals.agreed:
-                manager.advance_schedule(step)
-                val_loss = validate(model, manager, h, ranks, signals)
-            if signals.agreed:
-                stop(step)
-            if is_validated(step, h):
-                culprits = blame(manager, ranks)
-                if culprits or not math.isfinite(val_loss):
-                    ranks.agree(RunError(f"the validation loss is {val_loss} at step {step}: stopped; {culprits}"))
-                milliseconds = 1000 * clock.before
-                log.write(
-                    f"step:{step}/{total} val_loss:{val_loss:.4f} train_time:{milliseconds:.0f}ms step_avg:{milliseconds / max(step, 1):.2f}ms",
-                    console=True,
-                )
-            clock.start()
-        if step == total:
-            break
-        manager.advance_schedule(step)
-        tokens = manager.current.batch_tokens
-        loss = torch.zeros((), device=ranks.device)
-        for i, batch in enumerate(itertools.islice(batches, share)):
-            micro_loss = model(*to_device(batch, ranks.device), manager.forward_schedule())
-            loss += micro_loss.detach()
-            if i == share - 1:
-                mean = loss / (tokens // ranks.world_size * sum(manager.current.mtp_weights))
-                current = StepReport(step, tokens, mean, signals.asked, ranks)
-            micro_loss.backward()
-            manager.optimizer.accumulate()
-        loss, signals.agreed = current.read()
-        if not math.isfinite(loss):
-            what = f"the training loss is {loss} at step {step}: stopped before its update; {blame(manager, ranks)}"
-            ranks.agree(RunError(f"{what}; lower the learning rate or look at the last change"))
-        manager.step_optimizers(step)
-        current.end()
-        if pending:
-            finish(pending)
-        pending = current if current.ended else finish(current)
-    batches.close()
-    signals.training = False
 
-    if h.sample_tokens and ranks.main:
-        shard = read_shard(find_shards(val_pattern(h))[0])
-        begin = int(np.flatnonzero(shard == h.bos_id)[0])
-        prompt = shard[begin : begin + 64].tolist()
-        text = decode(continue_text(model, manager, ranks.device, prompt, h.sample_tokens), h.encoding)
-        log.write(f"sample, after a prompt from the validation shard:\n{decode(prompt[1:], h.encoding)}⟫{text}", console=True)
-    log.write(peak_memory(ranks.device), console=True)
-    log.close()
-    ranks.agree(None)  # all leave together: a rank that is gone breaks the connections of those still at work
+def step_line(step: int, total: int, seconds: float, val_loss: float | None = None) -> str:
+    """In the community's format."""
+    loss = "" if val_loss is None else f"val_loss:{val_loss:.4f} "
+    return f"step:{step}/{total} {loss}train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / max(step, 1):.2f}ms"
 
 
 def build(h: Hyperparameters, ranks: Ranks) -> tuple[GPT, TrainingManager]:
@@ -2483,7 +2524,7 @@ def parse_options(argv: list[str] | None) -> Hyperparameters:
     parser = argparse.ArgumentParser(
         prog=SCRIPT.name,
         allow_abbrev=False,
-        description=f"Train by the speedrun's recipe. The preset here is {preset!r}; a setting given as an option overrides it.",
+        description=f"Train by the speedrun's recipe. The preset here is {preset!r}; options override its settings.",
     )
     parser.add_argument(
         "--preset", choices=PRESETS, default=preset, help="record: the full-size run; demo: small widths and bytes, for a CPU"

@@ -118,8 +118,11 @@ def model_parameters(h: Hyperparameters) -> dict[str, Parameter]:
 
 
 def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    def text(cell: object) -> str:
+        return f"{cell:,.{2 if cell == 0 or cell >= 0.01 else 5}f}" if isinstance(cell, float) else str(cell)
+
     def line(cells: Iterable[object]) -> str:
-        return "| " + " | ".join((f"{cell:,.2f}" if cell == 0 or cell >= 0.01 else f"{cell:.5f}") if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+        return "| " + " | ".join(map(text, cells)) + " |"
 
     head = list(head)
     return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])
@@ -181,7 +184,7 @@ def balance_table(parameters: dict[str, Parameter], table: dict[str, ParamConfig
 
 
 def memory_table(parameters: dict[str, Parameter], h: Hyperparameters, world_sizes: list[int]) -> str:
-    """Megabytes of optimizer state on the fullest rank: fp32 moments, NorMuon's second one a number a row; mantissas of bf16 banks."""
+    """Megabytes of optimizer state on the fullest rank: fp32 moments, NorMuon's second a number a row; mantissas of bf16."""
 
     def state_bytes(label: str, config: ParamConfig, W: int) -> float:
         shape, dtype = parameters[label]

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node=8 bench/optimizer.py [any option of the trainer]
 
 Phases: `reduce` launches the reductions, `wait` waits for them, `update` is the arithmetic, `gather` launches the all-gathers
-and waits for them. Taken apart, each part is timed on a synchronised device, so nothing overlaps; `whole` is the step as training
-runs it, where reductions travel meanwhile. Medians over steps of the slowest rank, as a markdown table in milliseconds.
+and waits for them. Taken apart, each part is timed on a synchronised device, so nothing overlaps; `whole` is the step as
+training runs it, where reductions travel meanwhile. Medians over steps of the slowest rank, a markdown table in milliseconds.
 """
 
 import statistics

@@ -86,9 +86,9 @@ def test_any_tiktoken_encoding_can_be_used(tmp_path: Path, library: Path, monkey
     make(monkeypatch, library, tmp_path / "toy", "--encoding", "toy")
     make(monkeypatch, library, tmp_path / "bytes")
     everything = []
-    for split in ("train", "val"):
-        documents = [document.tolist() for document in documents_of(tmp_path / "toy", split, 301)]
-        assert list(map(encoding.decode_bytes, documents)) == texts_of(tmp_path / "bytes", split)
+    for part in ("train", "val"):
+        documents = [document.tolist() for document in documents_of(tmp_path / "toy", part, 301)]
+        assert list(map(encoding.decode_bytes, documents)) == texts_of(tmp_path / "bytes", part)
         everything += documents
     assert [300, 300] in everything
     manifest = json.loads((tmp_path / "toy" / "manifest.json").read_bytes())

@@ -16,7 +16,7 @@ import torch
 
 import train_gpt
 from data.shards import write_shard
-from train_gpt import Hyperparameters, Ranks, TrainingManager, build, log_header, main, warm_up
+from train_gpt import Hyperparameters, Ranks, build, log_header, main, warm_up
 
 ROOT = Path(train_gpt.__file__).parent
 TINY = dict(

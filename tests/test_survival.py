@@ -191,22 +191,29 @@ def test_a_resumed_run_warms_up_without_a_trace(unbroken, shards, tmp_path):
     assert unequal(a["state"], b["state"]) == []
 
 
-KILLS = {
-    "in a step": ("        manager.step_optimizers(step)\n", "        step == 6 and os.kill(os.getpid(), 9)\n", 5),
-    "in a validation": ("    model.eval()\n    total", "    manager.yarn_window > 200 and os.kill(os.getpid(), 9)\n", 5),
-    "in a save": ("        os.replace(temporary, path)\n", "        '08.pt' in path.name and os.kill(os.getpid(), 9)\n", 5),
+def killed_in(step: int) -> tuple[str, str]:
+    return "            manager.step_optimizers(step)\n", f"            step == {step} and os.kill(os.getpid(), 9)\n"
+
+
+KILLS = {  # the line, what kills before it, --save_every, and the step of the newest checkpoint
+    "stage 1, tied": (*killed_in(1), 1, 1),
+    "stage 2, even": (*killed_in(2), 1, 2),
+    "at the split": (*killed_in(SPLIT), 1, SPLIT),
+    "the extension": (*killed_in(6), 5, 5),
+    "in a validation": ("    model.eval()\n    total", "    manager.yarn_window > 200 and os.kill(os.getpid(), 9)\n", 5, 5),
+    "in a save": ("        os.replace(temporary, path)\n", "        '08.pt' in path.name and os.kill(os.getpid(), 9)\n", 5, 5),
 }
 
 
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_killed_run_goes_on_under_its_own_log(unbroken, shards, tmp_path, moment):
     """kill -9 of a copy of the script, then --resume=latest: the same log, as if nothing had been."""
-    place, death, resumed = KILLS[moment]
+    place, death, every, resumed = KILLS[moment]
     source = (ROOT / "train_gpt.py").read_text()
     assert source.count(place) == 1
     (tmp_path / "mortal.py").write_text(source.replace(place, death + place))
     shutil.copy(ROOT / "triton_kernels.py", tmp_path)
-    arguments = options(shards, tmp_path, dtype="bfloat16", save_every=5, run_id="mine")
+    arguments = options(shards, tmp_path, dtype="bfloat16", save_every=every, run_id="mine")
     code = "import os, sys; os.sched_getaffinity = lambda _: {0}; import mortal; mortal.warm_up = lambda *_: None; mortal.main()"
     killed = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert killed.returncode == -9, killed.stderr
@@ -218,7 +225,9 @@ def test_a_killed_run_goes_on_under_its_own_log(unbroken, shards, tmp_path, mome
     assert f"\nresumed at step {resumed} from " in log.split("=" * 100 + "\n")[1]
     assert "with changed source, 1 lines of difference" in log and f"\n-{death}" in log
     assert not list((tmp_path / "logs").rglob("*.tmp")) or moment == "in a save"
-    assert sorted(p.name for p in (tmp_path / "logs" / "mine").glob("*.pt")) == ["step_000005.pt", "step_000008.pt"]
+    assert sorted(p.name for p in (tmp_path / "logs" / "mine").glob("*.pt")) == [
+        f"step_{STEPS - 1 if every == 1 else every:06d}.pt", f"step_{STEPS:06d}.pt"
+    ]  # fmt: skip
 
 
 def test_another_runs_log_is_not_written_over(unbroken, shards, tmp_path, capsys):
