@@ -571,13 +571,47 @@ def _loss_and_fp8_gradient_reference(logits, targets, mtp_weights, scale, dtype)
 # of 1. Sums are drawn before the gradients that wait for them, so some running program always can go on: no deadlock, however
 # many programs the chip holds. 64 rows make 64 contiguous bytes, two sectors, in the transposed layout; more would leave L2.
 _LOSS = dict(ROWS=64, WIDTH=1024, BLOCK=64, AHEAD=3, num_warps=8)
-_CAP, _CAP_SHIFT, _CAP_SCALE = tl.constexpr(SOFTCAP), tl.constexpr(SOFTCAP_SHIFT), tl.constexpr(SOFTCAP_SCALE)
+_CAP, _CAP_SCALE = tl.constexpr(SOFTCAP), tl.constexpr(SOFTCAP_SCALE)
+_LOG2E = tl.constexpr(math.log2(math.e))
+_TURN = tl.constexpr(-math.log2(math.e) / SOFTCAP_SCALE)  # logit to exponent, of 2
+_TURN_SHIFT = tl.constexpr(-math.log2(math.e) * SOFTCAP_SHIFT / SOFTCAP_SCALE)
+_ON_GPU = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX
+
+
+# Five special functions a logit are what limits this kernel (16 a clock and processor, next to 128 multiply-adds), and then
+# the number of instructions. So σ takes one exponential and one reciprocal; of the two exponentials of z, that of the sums is
+# a polynomial; and each special function is one PTX instruction that flushes denormals, where Triton's own take three to five.
 
 
 @triton.jit
-def _softcap(logit):
-    """z in 0 .. 23: exp z needs no maximum to be subtracted first, a whole row of them sums to less than 1e15."""
-    return _CAP / (1 + tl.exp((logit.to(tl.float32) + _CAP_SHIFT) * (-1 / _CAP_SCALE)))
+def _exp2(x):
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, False, 1) if _ON_GPU else tl.exp2(x)
+
+
+@triton.jit
+def _reciprocal(x):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, False, 1) if _ON_GPU else 1 / x
+
+
+@triton.jit
+def _sigmoid(logit):
+    """σ = sigmoid((logit + 5) / 7.5). z = 23σ is in 0 .. 23: exp z needs no maximum to be subtracted first, a whole row of
+    them sums to less than 1e15."""
+    return _reciprocal(1 + _exp2(tl.fma(logit.to(tl.float32), _TURN, _TURN_SHIFT)))
+
+
+@triton.jit
+def _add_exp2(x, total):
+    """total + 2^x for x in 0 .. 100 without special functions: 2^(whole part) from its bits, the rest, in −½ .. ½, from a
+    polynomial (relative error 2.6e-6, fitted for the least of the largest)."""
+    shifted = x + 12582912.0  # 1.5 · 2^23: the whole part ends in the lowest bits
+    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
+    f = x - (shifted - 12582912.0)
+    p = tl.fma(f, 0.009570101946827139, 0.055917861585538735)
+    p = tl.fma(p, f, 0.2402474483798435)
+    p = tl.fma(p, f, 0.6931218145829673)
+    p = tl.fma(p, f, 0.9999992614392346)
+    return tl.fma(p, power, total)
 
 
 @triton.jit
@@ -592,8 +626,8 @@ def _sum_item(
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for col in tl.range(part * WIDTH, tl.minimum((part + 1) * WIDTH, V), BLOCK, num_stages=2):
         c = (col + tl.arange(0, BLOCK))[None, :]
-        z = _softcap(tl.load(start[:, None] + c, mask=(row < T)[:, None] & (c < V), other=0.0))
-        sums += tl.where(c < V, tl.exp(z), 0.0)
+        sigma = _sigmoid(tl.load(start[:, None] + c, mask=(row < T)[:, None] & (c < V), other=0.0))
+        sums = tl.where(c < V, _add_exp2(sigma * (_CAP * _LOG2E), sums), sums)
     strip_sums = partial + strip * parts * ROWS + lane
     tl.store(strip_sums + part * ROWS, tl.sum(sums, 1))
     tl.debug_barrier()  # all threads have stored before one of them says so
@@ -606,7 +640,7 @@ def _sum_item(
         for k in tl.static_range(K):
             exists = row + k < T
             target = tl.load(targets + row + k, mask=exists, other=0)
-            z = _softcap(tl.load(start + target, mask=exists, other=0.0))
+            z = _CAP * _sigmoid(tl.load(start + target, mask=exists, other=0.0))
             loss += tl.where(exists, tl.load(weights + k) * (log_total - z), 0.0)
         tl.store(lse + row, log_total, mask=row < T)
         tl.store(row_loss + row, loss, mask=row < T)
@@ -615,32 +649,51 @@ def _sum_item(
 
 
 @triton.jit
+def _gradient(logit, log2_total, weight, onehot, size):
+    """(weight · softmax(z) − onehot) · dz/dlogit · size; z = 23σ and dσ = σ(1 − σ)."""
+    sigma = _sigmoid(logit)
+    p = _exp2(tl.fma(sigma, _CAP * _LOG2E, -log2_total))
+    return (weight * p - onehot) * (tl.fma(-sigma, sigma, sigma) * size)
+
+
+@triton.jit
 def _gradient_item(
     logits, targets, weights, lse, grad, grad_t, T, V, strip, part, inverse_scale,
     K: tl.constexpr, BOTH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """((Σ_k w_k) softmax(z) − Σ_k w_k onehot(target_k)) · dz/dlogit · inverse_scale of one item."""
+    """((Σ_k w_k) softmax(z) − Σ_k w_k onehot(target_k)) · dz/dlogit · inverse_scale of one item.
+
+    First as if there were no targets; then those few of them that lie in the item are written over.
+    """
     row = strip * ROWS + tl.arange(0, ROWS)
     offset = row.to(tl.int64) * V
-    log_total = tl.load(lse + row, mask=row < T, other=0.0)
+    log2_total = tl.load(lse + row, mask=row < T, other=0.0) * _LOG2E
+    size = inverse_scale * (_CAP / _CAP_SCALE)
     weight = tl.zeros((ROWS,), tl.float32)
-    terms = ()  # of each k: targets (ROWS,), −1 beyond the end, and w_k
     for k in tl.static_range(K):
-        w = tl.load(weights + k)
-        weight += tl.where(row + k < T, w, 0.0)
-        terms += ((tl.load(targets + row + k, mask=row + k < T, other=-1).to(tl.int32), w),)
-    for col in tl.range(part * WIDTH, tl.minimum((part + 1) * WIDTH, V), BLOCK, num_stages=2):
+        weight += tl.where(row + k < T, tl.load(weights + k), 0.0)
+    end = tl.minimum((part + 1) * WIDTH, V)
+    for col in tl.range(part * WIDTH, end, BLOCK, num_stages=2):
         c = col + tl.arange(0, BLOCK)
         inside = (row < T)[:, None] & (c < V)[None, :]
-        z = _softcap(tl.load(logits + offset[:, None] + c[None, :], mask=inside, other=0.0, eviction_policy="evict_first"))
-        g = weight[:, None] * tl.exp(z - log_total[:, None])
-        for k in tl.static_range(K):
-            g -= tl.where(terms[k][0][:, None] == c[None, :], terms[k][1], 0.0)
-        g *= z * (1 - z * (1 / _CAP)) * (inverse_scale / _CAP_SCALE)  # z = 23σ and dσ = σ(1 − σ)
-        narrow = g.to(grad.dtype.element_ty)
+        logit = tl.load(logits + offset[:, None] + c[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        narrow = _gradient(logit, log2_total[:, None], weight[:, None], 0.0, size).to(grad.dtype.element_ty)
         tl.store(grad + offset[:, None] + c[None, :], narrow, mask=inside)
         if BOTH:
             tl.store(grad_t + c.to(tl.int64)[:, None] * T + row[None, :], narrow.T, mask=inside.T)
+    tl.debug_barrier()  # all threads have stored before some of it is written over
+    for k in tl.static_range(K):
+        target = tl.load(targets + row + k, mask=row + k < T, other=-1)
+        onehot = tl.zeros((ROWS,), tl.float32)  # one target may be that of several k
+        for j in tl.static_range(K):
+            same = tl.load(targets + row + j, mask=row + j < T, other=-1) == target
+            onehot += tl.where(same, tl.load(weights + j), 0.0)
+        here = (target >= part * WIDTH) & (target < end)
+        logit = tl.load(logits + offset + target, mask=here, other=0.0)
+        narrow = _gradient(logit, log2_total, weight, onehot, size).to(grad.dtype.element_ty)
+        tl.store(grad + offset + target, narrow, mask=here)
+        if BOTH:
+            tl.store(grad_t + target * T + row, narrow, mask=here)
 
 
 @triton.jit

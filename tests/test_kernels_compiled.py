@@ -4,6 +4,8 @@ The cases are those of bench/kernels.py. Their launchers run on tensors without 
 compiles what it was given for sm_80 (A100), sm_90 (H100) and sm_100 (B200), for FP8 sm_89 (RTX 4090) in place of sm_80.
 """
 
+import re
+
 import pytest
 
 from bench import kernels as bench
@@ -56,3 +58,12 @@ def test_strips_that_wait_for_their_gradients_stay_in_l2() -> None:
     strip = config["ROWS"] * 50304 * 2
     assert (config["AHEAD"] + 1) * strip < 50e6 * 0.6
     assert config["AHEAD"] * 2 * -(-50304 // config["WIDTH"]) >= launch.grid[0]
+
+
+def test_loss_takes_five_special_functions_a_logit() -> None:
+    """Two where it sums, three in its gradients, 16 logits a thread and round; and not the guarded forms of several steps."""
+    found = bench.compiled(bench.launch_of(bench.CASES["loss_and_fp8_gradient"], 90), 90)
+    loops = bench.innermost_loops(found.cubin)
+    special = [sum(count for name, count in loop.items() if name.startswith("MUFU")) for loop in loops]
+    assert sorted(count for count in special if count) == [2 * 16, 3 * 16]
+    assert not re.search(r"ex2\.approx\.f32|div\.full|rcp\.rn", found.ptx)
