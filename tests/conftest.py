@@ -1,6 +1,7 @@
 """What every test shares: the repository on sys.path, one thread, reproducible hypotheses, processes that cannot hang."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from hypothesis import settings
 
 import common
 
+# A shell starts its background commands deaf to Ctrl-C, and they hand that down; the tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks of a test share the machine
 settings.register_profile("bankrun", deadline=None, derandomize=True, database=None)
 settings.load_profile("bankrun")
