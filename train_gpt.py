@@ -2552,17 +2552,18 @@ def main(argv: list[str] | None = None) -> None:
     try:
         h = parse_options(argv)
         with Signals() as signals:
-            train(h, join_ranks(), signals)
+            try:
+                train(h, join_ranks(), signals)
+            except RuntimeError as error:  # told while SIGTERM is still heard: a launcher sends it the moment a rank has died
+                if isinstance(error, RunError) or not is_lost_rank(error):
+                    raise
+                leave(f"rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}")
     except Stopped as stopped:
         raise SystemExit(stopped.code) from None
     except (RunError, ValueError) as error:
         if first or not isinstance(error, AgreedError):
             print(f"{SCRIPT.name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
-    except RuntimeError as error:
-        if not is_lost_rank(error):
-            raise
-        leave(f"rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
