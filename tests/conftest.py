@@ -1,8 +1,11 @@
 """What every test shares: the repository on sys.path, one thread, reproducible hypotheses, processes that cannot hang."""
 
+import argparse
 import os
+import re
 import signal
 import sys
+import typing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -11,17 +14,30 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 # PyTorch asks for huge pages: the full-size model would be all page faults otherwise.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
 import common
+from data.shards import write_shard
 
 # A shell starts its background commands deaf to Ctrl-C, and they hand that down; the tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks of a test share the machine
 settings.register_profile("bankrun", deadline=None, derandomize=True, database=None)
 settings.load_profile("bankrun")
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards of two of Python's own modules, in bytes: text that no edit of this project changes."""
+    folder = tmp_path_factory.mktemp("shards")
+    pieces = re.split(rb"\n\n+", b"".join(Path(module.__file__).read_bytes() for module in (argparse, typing)))
+    tokens = np.concatenate([np.concatenate(([256], np.frombuffer(piece, dtype=np.uint8))) for piece in pieces])
+    write_shard(folder / "local_train_000000.bin", tokens)
+    write_shard(folder / "local_val_000000.bin", tokens[:4096])
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import train_gpt
-from data.shards import write_shard
 from train_gpt import Hyperparameters, Ranks, build, log_header, main, warm_up
 
 ROOT = Path(train_gpt.__file__).parent
@@ -23,17 +21,6 @@ TINY = dict(
     model_dim=32, num_heads=2, head_dim=16, batch_unit=64, num_scheduled_iterations=6, num_extension_iterations=2,
     val_every=4, val_tokens=2048, val_batch_tokens=1024, sample_tokens=5, run_id="run",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Shards of this project's own source, in bytes."""
-    folder = tmp_path_factory.mktemp("shards")
-    pieces = re.split(rb"\n\n+", b"".join(path.read_bytes() for path in sorted(ROOT.glob("*.py"))))
-    tokens = np.concatenate([np.concatenate(([256], np.frombuffer(piece, dtype=np.uint8))) for piece in pieces])
-    write_shard(folder / "local_train_000000.bin", tokens)
-    write_shard(folder / "local_val_000000.bin", tokens[:4096])
-    return folder
 
 
 def options(shards, folder, **more):

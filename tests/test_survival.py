@@ -702,18 +702,23 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named(shards, tmp_pa
     assert kept and all(train_gpt.not_finite(read_checkpoint(path)) == [] for path in kept)
 
 
-def test_a_bad_loss_is_found_before_it_reaches_the_weights(shards, tmp_path, monkeypatch, capsys, no_warm_up):
-    """Without saving, which would find it too: step 5's weights, spoilt by step 4, are those that the message is about."""
-    managers, build = [], train_gpt.build
-    monkeypatch.setattr(train_gpt, "build", lambda *args: managers.append(build(*args)) or managers[-1])
+def spoil_a_weight(monkeypatch, at: int, label: str, row: int, value: float) -> None:
+    """Step `at`'s update ends with this value in a row of the parameter."""
     step_optimizers = TrainingManager.step_optimizers
 
     def spoil(self, step):
         step_optimizers(self, step)
-        if step == 4:
-            self.model.x0_lambdas.data[3] = torch.inf
+        if step == at:
+            getattr(self.model, label).data[row] = value
 
     monkeypatch.setattr(TrainingManager, "step_optimizers", spoil)
+
+
+def test_a_bad_loss_is_found_before_it_reaches_the_weights(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """Without saving, which would find it too: step 5's weights, spoilt by step 4, are those that the message is about."""
+    managers, build = [], train_gpt.build
+    monkeypatch.setattr(train_gpt, "build", lambda *args: managers.append(build(*args)) or managers[-1])
+    spoil_a_weight(monkeypatch, 4, "x0_lambdas", 3, torch.inf)
     with pytest.raises(SystemExit):
         main(options(shards, tmp_path, val_every=0))
     error = capsys.readouterr().err
@@ -724,14 +729,7 @@ def test_a_bad_loss_is_found_before_it_reaches_the_weights(shards, tmp_path, mon
 
 def test_what_the_loss_does_not_show_is_found_at_a_validation(shards, tmp_path, monkeypatch, capsys, no_warm_up):
     """A value embedding of a token that no text holds."""
-    step_optimizers = TrainingManager.step_optimizers
-
-    def spoil(self, step):
-        step_optimizers(self, step)
-        if step == 3:
-            self.model.ve1.data[300] = torch.nan
-
-    monkeypatch.setattr(TrainingManager, "step_optimizers", spoil)
+    spoil_a_weight(monkeypatch, 3, "ve1", 300, torch.nan)
     with pytest.raises(SystemExit):
         main(options(shards, tmp_path))
     assert re.search(r"at step 6: stopped; not finite: the weights of ve1", capsys.readouterr().err)
