@@ -24,8 +24,8 @@ import difflib
 import functools
 import glob
 import hashlib
-import io
 import importlib.util
+import io
 import itertools
 import math
 import os
@@ -47,6 +47,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
 
 from triton_kernels import (
     XTX,
@@ -91,6 +92,7 @@ class Hyperparameters:
     model_dim: int = setting(768, "width of the residual stream, num_heads * head_dim")
     num_heads: int = setting(6, "attention heads, even")
     head_dim: int = setting(128, "width of a head, a multiple of 4")
+    attention_scale: float = setting(0.1, "of the attention logits, before it grows with the windows")
     dtype: str = setting("bfloat16", "of matrices, embeddings and gates: bfloat16 or float32")
     fp8_head: bool = setting(True, "FP8 products in the head, where the device has them (CUDA from 8.9; emulated on CPU)")
     compile: bool = setting(True, "torch.compile the model")
@@ -181,7 +183,8 @@ CHOICES = {"dtype": ("bfloat16", "float32"), "comms": ("sharded", "replicated"),
 DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes", max_doc_len=384,
     model_dim=128, num_heads=4, head_dim=32, dtype="float32", compile=False,
-    num_scheduled_iterations=280, num_extension_iterations=8, batch_unit=80, micro_batches=2, block_size=16,
+    attention_scale=0.28,  # queries and keys have length √head_dim: narrow heads make small logits
+    num_scheduled_iterations=240, num_extension_iterations=8, batch_unit=80, micro_batches=2, block_size=32,
     momentum_warmup=1000, muon_lr_mul=1.3, adam_lr_mul=1.5,  # so short a run wants low momentum and higher rates
     val_every=80, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=300,
 )  # fmt: skip
@@ -195,7 +198,7 @@ FP8_W_SCALE = 1.6 / 448
 FP8_GRAD_SCALE = 0.75 / 448
 
 
-@torch.library.custom_op("bankrun::fp8_linear", mutates_args=())
+@custom_op("bankrun::fp8_linear", mutates_args=())
 def fp8_linear_op(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, in), w (in, out) → y (T, out) in x's dtype, and both operands in e4m3 for the backward."""
     x8 = quantize_fp8(x, FP8_X_SCALE, torch.float8_e4m3fn)
@@ -212,7 +215,7 @@ def _(x, w):
     )
 
 
-@torch.library.custom_op("bankrun::fp8_linear_backward", mutates_args=())
+@custom_op("bankrun::fp8_linear_backward", mutates_args=())
 def fp8_linear_backward_op(grad: Tensor, x8: Tensor, w8: Tensor) -> tuple[Tensor, Tensor]:
     """grad (T, out) → grad_x (T, in) and grad_w (in, out), both in grad's dtype."""
     grad8 = quantize_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)
@@ -248,7 +251,7 @@ def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
     return torch.ops.bankrun.fp8_linear(x, w)[0]
 
 
-@torch.library.custom_op("bankrun::fp8_head_loss", mutates_args=())
+@custom_op("bankrun::fp8_head_loss", mutates_args=())
 def fp8_head_loss_op(
     x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -272,7 +275,7 @@ def _(x, w, targets, mtp_weights):
     )  # fmt: skip
 
 
-@torch.library.custom_op("bankrun::fp8_head_loss_backward", mutates_args=())
+@custom_op("bankrun::fp8_head_loss_backward", mutates_args=())
 def fp8_head_loss_backward_op(
     grad: Tensor, grad8: Tensor, grad8_t: Tensor, x8_t: Tensor, w8: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -855,11 +858,11 @@ class Yarn(nn.Module):
     YaRN: Peng et al., arXiv 2309.00071.
     """
 
-    def __init__(self, head_dim: int, max_seq_len: int, dtype: torch.dtype):
+    def __init__(self, head_dim: int, max_seq_len: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
         frequencies = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=torch.float32)
         self.frequencies = torch.cat((frequencies, torch.zeros(head_dim // 4)))  # (D/2,) radians a position, fp32
-        self.scale = 0.1  # of the attention logits
+        self.scale = scale  # of the attention logits
         self.register_buffer("table", torch.empty(2 * max_seq_len, head_dim // 2, 2, dtype=dtype), persistent=False)
         self.fill_table()
 
@@ -973,6 +976,7 @@ class GPT(nn.Module):
         model_dim: int,
         max_seq_len: int,
         *,
+        attention_scale: float = 0.1,
         fp8_head: bool = False,
     ):
         """max_seq_len: the longest flat micro-batch in tokens, validation included. fp8_head: FP8 in the training head.
@@ -1014,7 +1018,7 @@ class GPT(nn.Module):
             param.label = label
         self.initialize()
 
-        self.yarn = Yarn(head_dim, max_seq_len, self.embed.dtype)
+        self.yarn = Yarn(head_dim, max_seq_len, self.embed.dtype, attention_scale)
         self.attentions = [
             Attention(num_heads, head_dim, i in PAIRED_LAYERS, i in LONG_WINDOW_LAYERS and i not in PAIRED_LAYERS)
             for i in range(NUM_LAYERS)
@@ -2498,7 +2502,10 @@ def build(h: Hyperparameters, ranks: Ranks) -> tuple[GPT, TrainingManager]:
     longest = max(max(stage.batch for stage in (*STAGES, EXTENSION)) * h.batch_unit, h.val_batch_tokens) // h.micro_batches
     fp8 = h.fp8_head and has_fp8(ranks.device)
     try:
-        model = GPT(h.vocab_size, NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, longest, fp8_head=fp8)
+        model = GPT(
+            h.vocab_size, NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, longest,
+            attention_scale=h.attention_scale, fp8_head=fp8,
+        )  # fmt: skip
         if h.dtype == "float32":
             model.float()
         model.to(ranks.device)

@@ -22,7 +22,8 @@ from train_gpt import param_table, parse_options
 SETTINGS = dict(
     preset="demo", dtype="bfloat16", fp8_head="true", model_dim=64, num_heads=2, head_dim=32, micro_batches=8, batch_unit=64,
     num_scheduled_iterations=285, num_extension_iterations=15, val_every=0, val_tokens=131_072, val_batch_tokens=32_768,
-    sample_tokens=0, block_size=16, max_doc_len=2048, momentum_warmup=80, muon_lr_mul=1.0, adam_lr_mul=1.0,
+    sample_tokens=0, block_size=16, max_doc_len=2048, attention_scale=0.1, momentum_warmup=80, muon_lr_mul=1.0,
+    adam_lr_mul=1.0,
 )  # fmt: skip
 
 

@@ -149,6 +149,7 @@ POSITIVE = (
     "vocab_size", "model_dim", "num_heads", "head_dim", "num_scheduled_iterations", "batch_unit", "micro_batches", "block_size",
     "max_doc_len", "val_tokens", "val_batch_tokens", "keep_checkpoints",
 )  # fmt: skip
+FLOATS = ("attention_scale", "adam_lr_mul", "muon_lr_mul")
 HUGE = 10**30
 OPTIONS = [  # arguments, message, exit code
     *((f"--{name}=-1", f"--{name}=-1: must be 0 or more", 1) for name in SIGNED),
@@ -157,7 +158,7 @@ OPTIONS = [  # arguments, message, exit code
     *((f"--{name}=1.5", f"argument --{name}: invalid int value: '1.5'", 2) for name in ("batch_unit", "seed", "save_every")),
     *((f"--{name}=", f"argument --{name}: invalid int value: ''", 2) for name in ("val_every", "keep_checkpoints")),
     *((f"--{name}={x}", f"--{name}={float(x)}: must be positive and finite", 1)
-      for name in ("adam_lr_mul", "muon_lr_mul") for x in ("0", "-1", "nan", "inf")),
+      for name in FLOATS for x in ("0", "-1", "nan", "inf")),
     ("--adam_lr_mul=fast", "argument --adam_lr_mul: invalid float value: 'fast'", 2),
     ("--compile=perhaps", "argument --compile: 'perhaps' is neither true nor false", 2),
     ("--fp8_head=", "argument --fp8_head: '' is neither true nor false", 2),
@@ -197,7 +198,7 @@ def test_a_bad_option_is_named(shards, tmp_path, capsys, argument, message, code
 
 def test_the_table_of_options_is_about_all_of_them():
     of_type = {kind: {f.name for f in dataclasses.fields(Hyperparameters) if f.type is kind} for kind in (int, float)}
-    assert of_type[int] == {*SIGNED, *POSITIVE, "bos_id"} and of_type[float] == {"adam_lr_mul", "muon_lr_mul"}
+    assert of_type[int] == {*SIGNED, *POSITIVE, "bos_id"} and of_type[float] == {*FLOATS}
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import slow
 import train_gpt
 from common import U16, U32, det, random_batch, tiny_gpt
-from train_gpt import GPT, Attention, ForwardSchedule, Hyperparameters, TrainingManager, Yarn, norm
+from train_gpt import GPT, Attention, ForwardSchedule, Hyperparameters, Ranks, TrainingManager, Yarn, norm
 from triton_kernels import Band, attend, band_bias, relu_squared_mlp
 
 F64 = torch.float64
@@ -134,12 +134,12 @@ def run_attention(
     gate = det("gate", (H, 12)).double()
     value = det("value", (T, H, D)).double() if with_value else None
     cu_seqlens = int32(0, 11, 12, 30, T, T)
-    yarn = Yarn(D, 64, F64)
+    yarn = Yarn(D, 64, F64, 0.3)
     p = 2 if paired else 1
     band = Band(p * cu_seqlens, window, p * T, band_bias(p * cu_seqlens, p * T, window, F64))
     out = Attention(H, D, paired, key_offset)(x, W_qkv, W_o, gate, value, yarn, band)
     return out, slow.layer_attention(
-        x, W_qkv, W_o, gate, value, slow.frequencies(D), 0.1, cu_seqlens, window, paired, key_offset
+        x, W_qkv, W_o, gate, value, slow.frequencies(D), 0.3, cu_seqlens, window, paired, key_offset
     )
 
 
@@ -230,8 +230,9 @@ def test_bf16_rotation_equals_fp32_rotation_but_for_rounding() -> None:
         assert (difference.abs() <= 3.1 * U16 * bound).all()
 
 
-def test_extension_follows_yarn() -> None:
-    yarn, scale = Yarn(32, POSITIONS, torch.float32), 0.1
+@pytest.mark.parametrize("scale", [0.1, 0.4])
+def test_extension_follows_yarn(scale: float) -> None:
+    yarn = Yarn(32, POSITIONS, torch.float32, scale)
     freq = slow.frequencies(32)
     for a, b in ((3 * 128, 7 * 128), (7 * 128, 11 * 128), (11 * 128, 13 * 128)):
         yarn.extend(a, b)
@@ -253,6 +254,13 @@ def test_model_extends_its_windows_by_yarn() -> None:
     model.extend_windows(48, 112)
     yarn.extend(48, 112)
     assert torch.equal(model.yarn.table, yarn.table) and model.yarn.scale == yarn.scale
+
+
+def test_the_attention_scale_is_a_setting() -> None:
+    sizes = dict(vocab_size=128, num_heads=2, head_dim=8, model_dim=16, batch_unit=64, val_batch_tokens=1024)
+    for changes, scale in (({}, 0.1), (dict(attention_scale=0.4), 0.4)):
+        model, _ = train_gpt.build(Hyperparameters(**sizes, **changes, compile=False), Ranks(0, 1, torch.device("cpu")))
+        assert model.yarn.scale == scale
 
 
 def test_yarn_state_comes_back_bit_for_bit() -> None:
