@@ -186,7 +186,7 @@ DEMO = dict(
     attention_scale=0.28,  # queries and keys have length √head_dim: narrow heads make small logits
     num_scheduled_iterations=240, num_extension_iterations=8, batch_unit=80, micro_batches=2, block_size=32,
     momentum_warmup=1000, muon_lr_mul=1.3, adam_lr_mul=1.5,  # so short a run wants low momentum and higher rates
-    val_every=80, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=300,
+    val_every=100, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=300,
 )  # fmt: skip
 PRESETS = {"record": {}, "demo": DEMO}
 
@@ -1767,7 +1767,10 @@ class Log:
         self.path = Path(h.log_dir) / f"{h.run_id}.txt"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resumed is None:
-            self.file = open(self.path, "xb", buffering=0)
+            try:
+                self.file = open(self.path, "xb", buffering=0)
+            except FileExistsError:
+                raise ValueError(f"{self.path} is another run's log: move it, or give another --run_id or --log_dir") from None
             self._put(f"{header}\n")
         else:
             self.header, self.lines = self._annotated(resumed, header), [resumed["lines"]]

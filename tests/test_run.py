@@ -277,7 +277,7 @@ def test_help_lists_every_setting_with_its_meaning(capsys):
 def test_a_log_is_never_written_over(shards, tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "run.txt").write_text("mine")
-    fails(capsys, options(shards, tmp_path), "run.txt")
+    fails(capsys, options(shards, tmp_path), "run.txt is another run's log: move it, or give another --run_id or --log_dir")
     assert (tmp_path / "logs" / "run.txt").read_text() == "mine"
 
 
