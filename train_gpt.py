@@ -46,8 +46,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 from triton_kernels import (
     XTX,
@@ -198,7 +197,7 @@ FP8_W_SCALE = 1.6 / 448
 FP8_GRAD_SCALE = 0.75 / 448
 
 
-@custom_op("bankrun::fp8_linear", mutates_args=())
+@library.custom_op("bankrun::fp8_linear", mutates_args=())
 def fp8_linear_op(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, in), w (in, out) → y (T, out) in x's dtype, and both operands in e4m3 for the backward."""
     x8 = quantize_fp8(x, FP8_X_SCALE, torch.float8_e4m3fn)
@@ -215,7 +214,7 @@ def _(x, w):
     )
 
 
-@custom_op("bankrun::fp8_linear_backward", mutates_args=())
+@library.custom_op("bankrun::fp8_linear_backward", mutates_args=())
 def fp8_linear_backward_op(grad: Tensor, x8: Tensor, w8: Tensor) -> tuple[Tensor, Tensor]:
     """grad (T, out) → grad_x (T, in) and grad_w (in, out), both in grad's dtype."""
     grad8 = quantize_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)
@@ -251,7 +250,7 @@ def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
     return torch.ops.bankrun.fp8_linear(x, w)[0]
 
 
-@custom_op("bankrun::fp8_head_loss", mutates_args=())
+@library.custom_op("bankrun::fp8_head_loss", mutates_args=())
 def fp8_head_loss_op(
     x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -275,7 +274,7 @@ def _(x, w, targets, mtp_weights):
     )  # fmt: skip
 
 
-@custom_op("bankrun::fp8_head_loss_backward", mutates_args=())
+@library.custom_op("bankrun::fp8_head_loss_backward", mutates_args=())
 def fp8_head_loss_backward_op(
     grad: Tensor, grad8: Tensor, grad8_t: Tensor, x8_t: Tensor, w8: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -979,7 +978,8 @@ class GPT(nn.Module):
         attention_scale: float = 0.1,
         fp8_head: bool = False,
     ):
-        """max_seq_len: the longest flat micro-batch in tokens, validation included. fp8_head: FP8 in the training head.
+        """max_seq_len: the longest flat micro-batch in tokens, validation included. attention_scale: of the attention logits,
+        before the windows grow; made for 128 dims, narrower heads want more. fp8_head: FP8 in the training head.
 
         Raises ValueError for sizes that the topology cannot have.
         """

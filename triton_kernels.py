@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 from torch.nn.attention.varlen import varlen_attn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -218,7 +217,7 @@ def _product(
     return out if target is out else out.copy_(target)
 
 
-@custom_op("bankrun::gram", mutates_args=())
+@library.custom_op("bankrun::gram", mutates_args=())
 def gram_op(X: Tensor, tall: bool) -> Tensor:
     """Xᵀ X if tall, else X Xᵀ: one opaque node of a compiled graph."""
     n = X.size(-1 if tall else -2)
@@ -231,7 +230,7 @@ def _(X, tall):
     return X.new_empty(*X.shape[:-2], n, n)
 
 
-@custom_op("bankrun::multiply_add", mutates_args=())
+@library.custom_op("bankrun::multiply_add", mutates_args=())
 def multiply_add_op(L: Tensor, R: Tensor, C: Tensor, alpha: float, beta: float, symmetric: bool) -> Tensor:
     """alpha · L R + beta · C; symmetric says that L = R, and they and C are symmetric."""
     return _product(L, R, C, C.new_empty(C.shape), alpha, beta, R_transposed=symmetric, symmetric=symmetric)
@@ -361,13 +360,13 @@ def _relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tensor:
     return out
 
 
-@custom_op("bankrun::relu_squared", mutates_args=())
+@library.custom_op("bankrun::relu_squared", mutates_args=())
 def relu_squared_op(x: Tensor, w: Tensor) -> Tensor:
     """relu(x wᵀ)²"""
     return _relu_squared(x, w, None)
 
 
-@custom_op("bankrun::relu_squared_backward", mutates_args=())
+@library.custom_op("bankrun::relu_squared_backward", mutates_args=())
 def relu_squared_backward_op(grad: Tensor, W_proj: Tensor, activation: Tensor) -> Tensor:
     """The gradient of x W_fcᵀ: grad W_projᵀ · 2√activation"""
     return _relu_squared(grad, W_proj, activation)
@@ -752,7 +751,7 @@ def _loss(
     return row_loss, lse
 
 
-@custom_op("bankrun::cross_entropy", mutates_args=())
+@library.custom_op("bankrun::cross_entropy", mutates_args=())
 def cross_entropy_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
     """The summed loss and each row's log-sum-exp (T,)."""
     row_loss, lse = _loss(logits, targets, mtp_weights)
@@ -764,7 +763,7 @@ def _(logits, targets, mtp_weights):
     return logits.new_empty((), dtype=torch.float32), logits.new_empty(logits.size(0), dtype=torch.float32)
 
 
-@custom_op("bankrun::cross_entropy_backward", mutates_args=())
+@library.custom_op("bankrun::cross_entropy_backward", mutates_args=())
 def cross_entropy_backward_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor) -> Tensor:
     """The gradient in the logits, in their dtype."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)

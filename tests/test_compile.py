@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
 
 import train_gpt
 import triton_kernels
@@ -115,10 +116,10 @@ def test_fp8_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
     rules = ("test_autograd_registration", "test_faketensor")
     x, w, grad = det("x", (32, 16)).to(dtype), det("w", (16, 48), 0.1).to(dtype), det("grad", (32, 48), 0.05).to(dtype)
     forward, backward = torch.ops.bankrun.fp8_linear.default, torch.ops.bankrun.fp8_linear_backward.default
-    torch.library.opcheck(forward, (x, w), test_utils=(*rules, "test_schema", "test_aot_dispatch_dynamic"))
+    opcheck(forward, (x, w), test_utils=(*rules, "test_schema", "test_aot_dispatch_dynamic"))
     _, x8, w8 = forward(x, w)
-    torch.library.opcheck(backward, (grad, x8, w8), test_utils=(*rules, "test_aot_dispatch_dynamic"))
-    torch.library.opcheck(forward, (x.requires_grad_(), w.requires_grad_()), test_utils=rules)
+    opcheck(backward, (grad, x8, w8), test_utils=(*rules, "test_aot_dispatch_dynamic"))
+    opcheck(forward, (x.requires_grad_(), w.requires_grad_()), test_utils=rules)
 
 
 # The GPU's path, traced without a GPU

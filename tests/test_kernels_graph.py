@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
 
 import train_gpt
 import triton_kernels as tk
@@ -136,7 +137,7 @@ def test_fused_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
     x, w = x.detach().to(dtype), w.detach().to(dtype)
     forward, backward = torch.ops.bankrun.fp8_head_loss.default, torch.ops.bankrun.fp8_head_loss_backward.default
     rules = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, (x, w, targets, weights), test_utils=rules)
-    torch.library.opcheck(forward, (x.clone().requires_grad_(), w.clone().requires_grad_(), targets, weights), test_utils=rules)
+    opcheck(forward, (x, w, targets, weights), test_utils=rules)
+    opcheck(forward, (x.clone().requires_grad_(), w.clone().requires_grad_(), targets, weights), test_utils=rules)
     loss, *saved = forward(x, w, targets, weights)
-    torch.library.opcheck(backward, (loss, *saved, dtype), test_utils=rules)
+    opcheck(backward, (loss, *saved, dtype), test_utils=rules)

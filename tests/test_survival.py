@@ -202,7 +202,7 @@ KILLS = {  # the line, what kills before it, --save_every, and the step of the n
     "the extension": (*killed_in(6), 5, 5),
     "in a validation": (
         "    model.eval()\n    total", "    manager.yarn_window > 12 * h.block_size and os.kill(os.getpid(), 9)\n", 5, 5
-    ),  # the last
+    ),
     "in a save": ("        os.replace(temporary, path)\n", "        '08.pt' in path.name and os.kill(os.getpid(), 9)\n", 5, 5),
 }
 
