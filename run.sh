@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train. ./run.sh [script.py] [--option=value …]: environment, data, launch.
-#   ./run.sh                                       the record on GPUs, the demo without
-#   ./run.sh my_copy.py --num_scheduled_iterations=200
+# Train. ./run.sh [script.py] [--option=value …]: environment, data, launch. From any folder.
+#   ./run.sh                                       the record preset on GPUs, the demo without
+#   ./run.sh ideas/idea.py --num_scheduled_iterations=200
 #   RANKS=1 ./run.sh                               other than one rank for each GPU, or two on CPU
 # When sourced (test.sh does), it only defines its functions.
 set -euo pipefail
@@ -52,13 +52,15 @@ option() {
 }
 
 main() {
+    local script=train_gpt.py from=$PWD
     cd "$(dirname "${BASH_SOURCE[0]}")"
-    local script=train_gpt.py
-    if [[ ${1-} == *.py ]]; then
+    if [[ ${1-} == *.py ]]; then # where the user stands, else in the project
         script=$1
+        [[ $script != /* && -f $from/$script ]] && script=$from/$script
         shift
     fi
-    [[ -f $script ]] || { echo "run.sh: no such script: $script" >&2; exit 1; }
+    [[ -f $script ]] || { echo "run.sh: no such script: $script, in $from or $PWD" >&2; exit 1; }
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # for a script elsewhere; one in a tree of its own finds that first
     ensure_environment requirements.txt
     case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$script" --help ;; esac
 

@@ -1,57 +1,80 @@
-"""Text from a checkpoint, to see what was trained: the document that begins with the prompt, continued.
+"""Text from a model: from a checkpoint by this command, from a run at its end by train_gpt.py.
 
     python sample.py logs/RUN/step_001765.pt "The meaning of life is"
     python sample.py latest "def main(" --tokens=300 --temperature=0.5      # the newest in logs/
 
-The model is built by train_gpt.py beside this file; a checkpoint of changed source may want --script=idea.py.
+The model is built by train_gpt.py beside this file; a checkpoint of changed source may need --script=idea.py.
 """
 
 import argparse
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
+
+from data.encodings import decode, encode
+from data.loader import first_document
+from runtime import checkpoints
+from runtime.ranks import Ranks
+from triton_kernels import softcap
 
 
-def encode(text: str, encoding: str) -> list[int]:
-    """Tokens of a text: its UTF-8 bytes, or by tiktoken's encoding of that name."""
-    if encoding == "bytes":
-        return list(text.encode())
-    import tiktoken
+@torch.no_grad()
+def continue_text(manager: Any, prompt: list[int], count: int, temperature: float = 0.7) -> list[int]:
+    """Up to `count` tokens after those of the prompt, which begins with bos_id; the document does not end in between.
 
-    return tiktoken.get_encoding(encoding).encode(text, disallowed_special=())
+    manager: a trainer's TrainingManager. Tokens come from the settings' seed: the same prompt, the same text.
+    """
+    model, h, tokens = manager.model.eval(), manager.h, list(prompt)
+    generator, device = torch.Generator().manual_seed(h.seed), model.embed.device
+    for _ in range(min(count, h.max_tokens - len(prompt))):
+        inputs, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in (tokens, [0, len(tokens)]))
+        x = model.hidden_states(inputs, starts, manager.forward_schedule())
+        logits = softcap(x[-1] @ model.lm_head).float().cpu()[: h.vocab_size]
+        logits[h.bos_id] = -math.inf
+        tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)))
+    model.train()
+    return tokens[len(prompt) :]
 
 
-def load_script(path: Path) -> ModuleType:
-    """The training script as a module; triton_kernels.py must stand beside it."""
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+def sample_text(manager: Any) -> str:
+    """The start of the first validation document, and how the model goes on: settings.sample_tokens tokens."""
+    h = manager.h
+    prompt = first_document(h.data, h.bos_id, 64)
+    return f"{decode(prompt[1:], h.encoding)}⟫{decode(continue_text(manager, prompt, h.sample_tokens), h.encoding)}"
+
+
+def load_script(path: Path, name: str = "") -> ModuleType:
+    """A training script as a module called `name`, or as its file. It finds the project's own modules by itself."""
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def sample(trainer: ModuleType, path: str, prompt: str, tokens: int, temperature: float, log_dir: str = "logs") -> str:
     """What the model writes after the prompt. Raises CheckpointError (a ValueError) if the file does not serve."""
-    import torch
-
-    place, saved = trainer.find_checkpoint(trainer.Hyperparameters(resume=path, log_dir=log_dir))
-    settings, defaults = saved.get("hyperparameters"), trainer.dataclasses.asdict(trainer.Hyperparameters())
-    trainer.refuse(place, trainer.differences(settings, defaults, "hyperparameters."))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = trainer.Ranks(0, 1, device)
+    place, saved = checkpoints.find_checkpoint(path, log_dir)
+    defaults = vars(trainer.Hyperparameters())
+    settings = saved.get("hyperparameters")
+    checkpoints.raise_if(place, checkpoints.differences(settings, defaults, "hyperparameters."))
+    ranks = Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     h = trainer.Hyperparameters(**{**settings, "compile": False})
     h.check(ranks.world_size)
-    _, manager = trainer.build(h, ranks)
-    trainer.check_usable(place, saved, manager)
-    trainer.load_whole_state(manager, saved["state"], ranks)
+    manager = trainer.build(h, ranks)
+    checkpoints.check_usable(place, saved, manager, h.total_iterations)
+    checkpoints.load_whole_state(manager, saved["state"], ranks)
     manager.advance_schedule(saved["step"])
     try:
         begin = [h.bos_id, *encode(prompt, h.encoding)]
     except Exception as error:  # tiktoken fetches its vocabulary
         raise ValueError(f"the prompt cannot be encoded by {h.encoding!r}: {error}") from error
-    text = trainer.continue_text(manager.model, manager, device, begin, tokens, temperature)
-    return trainer.decode(text, h.encoding)
+    return decode(continue_text(manager, begin, tokens, temperature), h.encoding)
 
 
 def main(argv: list[str] | None = None) -> None:

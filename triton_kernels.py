@@ -1,23 +1,31 @@
-"""Every function that wants a GPU kernel, each beside a plain-PyTorch reference of the same function.
+"""The trainer's operations that have more than one implementation: a reference in plain PyTorch, a kernel for GPUs.
 
-`train_gpt.py` calls the public names below and nothing else of this file. Each chooses by the device of its tensors:
-`kernel_for(name, tensor)` gives the GPU kernel where one is registered for that device, else the reference. A kernel is
-added with `@kernel("XXT", "cuda")` on a function of the same signature; nothing else changes. Below each reference stand, in
-this order: the launch configuration, the kernel, its launcher, and the custom operators that torch.compile sees as one node.
+A function's body is its reference: the mathematics, and the fast path on a CPU. `has_kernel` puts a kernel in its place:
 
-No configuration is searched for at run time. A kernel stores in the dtype of its pointers and computes in fp32, so the tests
-run the same code in fp32 and fp16 on a CPU (tests/test_kernels.py) that GPUs run in bf16 and FP8. What each kernel must move,
-and what it was compiled to, is in bench/README.md.
+    @has_kernel
+    def XXT(X, out=None): ...  # plain PyTorch
 
-The references are exact statements of the mathematics and the fast path on CPU. They compute in the dtype they are given,
-with two exceptions that mirror what matrix units do: a product of bf16 or FP8 operands is accumulated in fp32 and rounded
-once, and the loss is computed in fp32 or better.
+    @XXT.kernel("cuda")
+    def _XXT_cuda(X, out=None): ...  # takes over for 16-bit tensors on a GPU
+
+Chapters, in the order of learning: how a function finds its kernel; transposes; FP8; symmetric products; norm and rotation;
+MLP; head and loss; attention; what the machine wants. Each goes from the mathematics to the launch configuration, the
+kernel, its launcher and custom operators. Docstrings say what is computed, why that is faster, what must hold, its source.
+
+Kernels compute in fp32 and store in the dtype of their pointers: Triton's interpreter runs in fp32 and fp16 on a CPU the code
+that GPUs run in bf16 and FP8. No configuration is searched for at run time. References compute in the dtype they are given,
+but sum products of bf16 or FP8 in fp32, as matrix units do, and norm, attention and loss in fp32 or better.
+What a kernel must move and was compiled to: bench/README.md. What is proved of it: bench/kernel_checks.py.
 """
 
+import contextlib
+import ctypes
 import functools
+import importlib.util
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+import platform
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,123 +35,116 @@ from torch.nn.attention.varlen import varlen_attn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # -----------------------------------------------------------------------------
-# Choosing by device
+# How a function finds its kernel
 
-_KERNELS: dict[tuple[str, str], Callable] = {}
-
-
-def kernel(name: str, device_type: str) -> Callable[[Callable], Callable]:
-    """Register the decorated function as the kernel of public function `name` on tensors of `device_type` ("cuda")."""
-
-    def register(function: Callable) -> Callable:
-        _KERNELS[name, device_type] = function
-        return function
-
-    return register
+_forced: str | None = None  # set by kernels_of
 
 
-def kernel_for(name: str, tensor: Tensor) -> Callable:
-    """The kernel registered as `name` for the device of `tensor`, or the reference: always that for fp32 and fp64.
-
-    The kernels' tiles are sized for 16 bits; wider numbers are for tests and small machines, which PyTorch serves well.
-    """
-    registered = _KERNELS.get((name, tensor.device.type)) if tensor.dtype.itemsize <= 2 else None
-    return registered or _REFERENCES[name]
+def kernel_device(x: Tensor) -> str | None:
+    """The type of device whose kernels serve x; None in fp32 and fp64: tiles are sized for 16 bits."""
+    own = x.device.type if x.dtype.itemsize <= 2 else None
+    return own if _forced is None else _forced
 
 
-class Chip(NamedTuple):
-    """What a launch depends on."""
+@contextlib.contextmanager
+def kernels_of(device: str) -> Iterator[None]:
+    """Inside, every function takes the kernels of `device`, whatever the device and dtype of its tensors: for tests and
+    benchmarks. kernels_of("cuda") is the GPU's way on any tensor; kernels_of("cpu"), which has no kernels, the reference's."""
+    global _forced
+    before, _forced = _forced, device
+    try:
+        yield
+    finally:
+        _forced = before
 
+
+def has_kernel(reference: Callable) -> Callable:
+    """The decorated function, or the kernel for the device of its first argument: a function of the same signature, registered
+    by `.kernel(device)`. torch.compile traces the chosen one; no `if function:` here: Dynamo 2.11 cannot trace it."""
+    kernels: dict[str, Callable] = {}
+
+    @functools.wraps(reference)
+    def chosen(x: Tensor, *args: Any, **options: Any) -> Any:
+        device = kernel_device(x)
+        return (kernels[device] if device in kernels else reference)(x, *args, **options)
+
+    chosen.kernel = lambda device: lambda function: kernels.update({device: function}) or function
+    return chosen
+
+
+class Chip(NamedTuple):  # what a launch depends on
     processors: int  # streaming multiprocessors
     shared_memory: int  # bytes that one block may have
 
 
+H100 = Chip(132, 227 * 1024)
+OPTIONS = dict(enable_fp_fusion=True)  # of every launch: a multiplication and an addition may be one instruction
+
+
 @functools.cache
 def chip(device: torch.device) -> Chip:
-    """The chip of a CUDA device; an H100 for tensors that are on none, which tests compile and interpret kernels with."""
+    """The chip of a CUDA device; an H100 elsewhere: tests interpret and compile kernels for it."""
     if device.type != "cuda":
-        return Chip(132, 232448)
+        return H100
     found = torch.cuda.get_device_properties(device)
     return Chip(found.multi_processor_count, found.shared_memory_per_block_optin)
 
 
-OPTIONS = dict(enable_fp_fusion=True)  # of every launch: a multiplication and an addition may be one instruction
-
-
-def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **constants) -> None:
+def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """The one place where a kernel starts, so that tests and benchmarks see what is launched."""
     kernel[grid](*args, **constants, **OPTIONS)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """x in fp32 if it is narrower."""
+def operator(name: str, fake: Callable) -> Callable[[Callable], library.CustomOpDef]:
+    """The decorated function as custom operator bankrun::name, one node of a compiled graph; fake gives its result's shapes
+    and dtypes, of the same arguments."""
+
+    def register(function: Callable) -> library.CustomOpDef:
+        node = library.custom_op("bankrun::" + name, function, mutates_args=())
+        node.register_fake(fake)
+        return node
+
+    return register
+
+
+def _wide(x: Tensor) -> Tensor:  # in fp32 if it is narrower
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def _operand(x: Tensor) -> Tensor:
-    """x as the operand of a product that is accumulated in fp32: matrix units do that themselves, CPUs are slow at bf16."""
-    return x if x.is_cuda else _wide(x)
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype. Where nothing changes, nothing is done: Dynamo 2.11 loses the gradient of a saved `.to` that does nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 # -----------------------------------------------------------------------------
-# Symmetric products: what Polar Express is made of
+# Transposes: the tied embedding (vocab, dim) and the head (dim, vocab)
 
 
-def XXT(X: Tensor, out: Tensor | None = None) -> Tensor:
-    """X Xᵀ. X (..., rows, cols) bf16, fp32 or fp64; out and result (..., rows, rows), same dtype, one rounding."""
-    return kernel_for("XXT", X)(X, out)
+@has_kernel
+def transpose_add(source: Tensor, target: Tensor) -> None:
+    """target += sourceᵀ in place: embed.grad (vocab, dim) into lm_head.grad (dim, vocab)."""
+    target.add_(source.mT)
 
 
-def XTX(X: Tensor, out: Tensor | None = None) -> Tensor:
-    """Xᵀ X, for tall matrices, so that none is transposed in memory. X (..., rows, cols); result (..., cols, cols)."""
-    return kernel_for("XTX", X)(X, out)
+@has_kernel
+def transpose_copy(source: Tensor, target: Tensor) -> None:
+    """target = sourceᵀ in place: lm_head (dim, vocab) into embed (vocab, dim)."""
+    target.copy_(source.mT)
 
 
-def ba_plus_cAA(A: Tensor, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
-    """beta·A + alpha·A·Aᵀ, A (..., n, n) symmetric, so that A·Aᵀ = A². Result like A, one rounding."""
-    return kernel_for("ba_plus_cAA", A)(A, beta, alpha, out)
-
-
-def aX_plus_BX(X: Tensor, B: Tensor, a: float, right: bool = False) -> Tensor:
-    """a·X + B·X, or a·X + X·B if right. X (n, rows, cols), B (n, k, k) with k rows or cols; result like X, one rounding."""
-    return kernel_for("aX_plus_BX", X)(X, B, a, right)
-
-
-def _store(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return result.to(dtype) if out is None else out.copy_(result)
-
-
-def _XXT_reference(X: Tensor, out: Tensor | None) -> Tensor:
-    wide = _operand(X)
-    return _store(wide @ wide.mT, X.dtype, out)
-
-
-def _XTX_reference(X: Tensor, out: Tensor | None) -> Tensor:
-    wide = _operand(X)
-    return _store(wide.mT @ wide, X.dtype, out)
-
-
-def _ba_plus_cAA_reference(A: Tensor, beta: float, alpha: float, out: Tensor | None) -> Tensor:
-    wide = _operand(A)
-    flat = wide.flatten(0, -3) if wide.ndim > 3 else wide.reshape(-1, *wide.shape[-2:])
-    return _store(torch.baddbmm(flat, flat, flat, beta=beta, alpha=alpha).view_as(A), A.dtype, out)
-
-
-def _aX_plus_BX_reference(X: Tensor, B: Tensor, a: float, right: bool) -> Tensor:
-    wide, square = _operand(X), _operand(B)
-    return (torch.baddbmm(wide, wide, square, beta=a) if right else torch.baddbmm(wide, square, wide, beta=a)).to(X.dtype)
-
-
-# One configuration for every chip and shape: 96 KB of shared memory, so two blocks on an H100 and one on an RTX 4090.
-# Smaller tiles would fill more of the chip with the few matrices of a rank of 8, but read so much more from L2 that they lose.
-_PRODUCT = dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3)
+TRANSPOSE = dict(BLOCK=64, num_warps=4, num_stages=2)  # 64 bf16 are a line of 128 bytes, in either layout
+TRANSPOSE_PROGRAMS = 32  # of an H100's 132 processors: the others stay with the reductions that run meanwhile
 
 
 @triton.jit
-def _load_tile(matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(ROWS, COLS) at (row, col) of a contiguous (rows, cols) matrix, zero outside: neighbouring threads read one row."""
-    r, c = row + tl.arange(0, ROWS)[:, None], col + tl.arange(0, COLS)[None, :]
-    return tl.load(matrix + r.to(tl.int64) * cols + c, mask=(r < rows) & (c < cols), other=0.0)
+def _load_tile(matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr = False):
+    """(ROWS, COLS) at (row, col) of a contiguous (rows, cols) matrix, zero outside; matrix is a tensor descriptor if TMA."""
+    if TMA:
+        tile = matrix.load([row, col])
+    else:
+        r, c = row + tl.arange(0, ROWS)[:, None], col + tl.arange(0, COLS)[None, :]
+        tile = tl.load(matrix + r.to(tl.int64) * cols + c, mask=(r < rows) & (c < cols), other=0.0)
+    return tile
 
 
 @triton.jit
@@ -153,17 +154,211 @@ def _store_tile(matrix, tile, row, col, rows, cols):
 
 
 @triton.jit
-def _product_kernel(
+def transpose_kernel(source, target, rows, cols, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """target (rows, cols) = sourceᵀ, or += if ADD, tile by tile; each program takes every num_programs-th.
+    Faster: tiles turn on the chip, so that reads and writes are whole lines of memory, and a sum needs no sourceᵀ in memory.
+    Must hold: source and target are contiguous and do not overlap; sums are rounded once."""
+    across = tl.cdiv(cols, BLOCK)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK) * across, tl.num_programs(0)):
+        row, col = tile // across * BLOCK, tile % across * BLOCK
+        result = _load_tile(source, col, row, cols, rows, BLOCK, BLOCK).T
+        if ADD:
+            result = _load_tile(target, row, col, rows, cols, BLOCK, BLOCK).to(tl.float32) + result.to(tl.float32)
+        _store_tile(target, result, row, col, rows, cols)
+
+
+def launch_transpose(source: Tensor, target: Tensor, add: bool) -> None:
+    rows, cols = target.shape
+    tiles = triton.cdiv(rows, TRANSPOSE["BLOCK"]) * triton.cdiv(cols, TRANSPOSE["BLOCK"])
+    result = target if target.is_contiguous() else target.contiguous()
+    launch(transpose_kernel, (min(TRANSPOSE_PROGRAMS, tiles),), source.contiguous(), result, rows, cols, ADD=add, **TRANSPOSE)
+    if result is not target:
+        target.copy_(result)
+
+
+transpose_add.kernel("cuda")(functools.partial(launch_transpose, add=True))
+transpose_copy.kernel("cuda")(functools.partial(launch_transpose, add=False))
+
+
+# -----------------------------------------------------------------------------
+# FP8: quantisation and products
+# Formats (Micikevicius et al., arXiv 2209.05433): e4m3, 3 bits of mantissa and up to 448, for weights and activations; e5m2,
+# 2 bits and up to 57344, for gradients. Scales are static: no pass looks for the largest number.
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def has_fp8(device: torch.device) -> bool:
+    """FP8 matrix units (CUDA from compute capability 8.9), or the CPU's emulation of the same arithmetic."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@has_kernel
+def quantize_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale rounded to FP8; numbers beyond the format saturate, NaN stays NaN.
+    x any shape and float dtype; dtype torch.float8_e4m3fn or torch.float8_e5m2; result like x, in dtype."""
+    limit = torch.finfo(dtype).max
+    return (_wide(x) * (1 / scale)).clamp_(-limit, limit).to(dtype)
+
+
+@has_kernel
+def quantize_fp8_both(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """quantize_fp8(x) and its transpose, both contiguous: FP8 products want their operands contiguous along the summed
+    dimension, and x (rows, cols) is summed over its columns in one product and over its rows in another."""
+    q = quantize_fp8(x, scale, dtype)
+    return q, q.mT.contiguous()
+
+
+QUANTIZE = dict(BLOCK=128, num_warps=8)  # tiles whose rows and columns are whole lines of 128 bytes in FP8
+
+
+@triton.jit
+def quantize_kernel(x, q, q_t, rows, cols, inverse_scale, limit, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+    """q (rows, cols) and, if BOTH, q_t (cols, rows): x · inverse_scale within ±limit, one program a tile.
+    Faster: x is read once for both layouts, and nothing is written in 16 bits. Must hold: both layouts have the same bits,
+    and NaN stays NaN, so that a broken run is seen in its loss."""
+    across = tl.cdiv(cols, BLOCK)
+    row, col = tl.program_id(0) // across * BLOCK, tl.program_id(0) % across * BLOCK
+    tile = _load_tile(x, row, col, rows, cols, BLOCK, BLOCK).to(tl.float32) * inverse_scale
+    tile = tl.where(tile > limit, limit, tl.where(tile < -limit, -limit, tile)).to(q.dtype.element_ty)
+    _store_tile(q, tile, row, col, rows, cols)
+    if BOTH:
+        _store_tile(q_t, tile.T, col, row, cols, rows)
+
+
+def launch_quantize(x: Tensor, scale: float, limit: float, q: Tensor, q_t: Tensor | None) -> None:
+    rows, cols = x.numel() // x.size(-1), x.size(-1)
+    grid = (triton.cdiv(rows, QUANTIZE["BLOCK"]) * triton.cdiv(cols, QUANTIZE["BLOCK"]),)
+    both, q_t = q_t is not None, q if q_t is None else q_t
+    launch(quantize_kernel, grid, x.contiguous(), q, q_t, rows, cols, 1 / scale, limit, BOTH=both, **QUANTIZE)
+
+
+@quantize_fp8.kernel("cuda")
+def _quantize_fp8_cuda(x: Tensor, scale: float, dtype: torch.dtype, both: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    q = torch.empty(x.shape, device=x.device, dtype=dtype)
+    q_t = torch.empty(x.shape[::-1], device=x.device, dtype=dtype) if both else None
+    launch_quantize(x, scale, torch.finfo(dtype).max, q, q_t)
+    return (q, q_t) if both else q
+
+
+quantize_fp8_both.kernel("cuda")(functools.partial(_quantize_fp8_cuda, both=True))
+
+
+@has_kernel
+def fp8_matmul(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """scale · a @ b for FP8 operands, summed in fp32 (fp64 if out_dtype is fp64).
+    a (m, k) FP8; b (k, n) FP8, in either memory order; result (m, n) in out_dtype. scale: a number, or a 0-dim tensor on
+    a's device, for which the host need not wait. fast_accum: matrix units may keep fewer bits of the running sum (forward)."""
+    wide = torch.promote_types(out_dtype, torch.float32)  # products of two FP8 numbers are exact in it
+    return (a.to(wide) @ b.to(wide)).mul_(scale).to(out_dtype)
+
+
+@fp8_matmul.kernel("cuda")
+def _fp8_matmul_cuda(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """cuBLASLt wants a by rows and b by columns: both contiguous along k."""
+    if b.stride(0) != 1:
+        b = b.mT.contiguous().mT
+    one = torch.ones((), device=a.device, dtype=torch.float32)
+    return torch._scaled_mm(a.contiguous(), b, scale_a=one * scale, scale_b=one, out_dtype=out_dtype, use_fast_accum=fast_accum)
+
+
+def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> Tensor:
+    """x @ w with FP8 operands, x (T, in), w (in, out), both of one dtype; y (T, out) likewise; differentiable.
+    Faster: FP8 units multiply twice as fast as those of bf16. Must hold: x, w and the incoming gradient, divided by their
+    scales, fit e4m3, e4m3 and e5m2. So the gradient has the size of that of a summed token loss, not divided by anything."""
+    return fp8_linear_op(x, w, x_scale, w_scale, grad_scale)[0]
+
+
+@operator("fp8_linear", lambda x, w, *_: (x.new_empty(len(x), w.size(1)), *(torch.empty_like(z, dtype=E4M3) for z in (x, w))))
+def fp8_linear_op(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y in x's dtype, and both operands in e4m3 for the backward; grad_scale is that of the backward."""
+    x8 = quantize_fp8(x, x_scale, E4M3)
+    w8 = quantize_fp8(w, w_scale, E4M3)
+    return fp8_matmul(x8, w8, x_scale * w_scale, x.dtype, True), x8, w8
+
+
+@operator("fp8_linear_backward", lambda grad, x8, w8, *_: tuple(torch.empty_like(z, dtype=grad.dtype) for z in (x8, w8)))
+def fp8_linear_backward_op(
+    grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float, grad_scale: float
+) -> tuple[Tensor, Tensor]:
+    """grad (T, out) → grad_x (T, in) and grad_w (in, out), both in grad's dtype."""
+    grad8 = quantize_fp8(grad, grad_scale, E5M2)
+    grad_x = fp8_matmul(grad8, w8.mT, grad_scale * w_scale, grad.dtype, False)
+    grad_w = fp8_matmul(x8.mT, grad8, x_scale * grad_scale, grad.dtype, False)
+    return grad_x, grad_w
+
+
+def _keep_fp8(ctx, inputs, output):  # for the backward: all results but the first, and the three scales
+    ctx.save_for_backward(*output[1:])
+    ctx.dtype, ctx.scales = inputs[0].dtype, inputs[-3:]
+    ctx.set_materialize_grads(False)
+
+
+fp8_linear_op.register_autograd(
+    lambda ctx, grad, *_: (*fp8_linear_backward_op(grad, *ctx.saved_tensors, *ctx.scales), None, None, None),
+    setup_context=_keep_fp8,
+)
+
+# -----------------------------------------------------------------------------
+# Symmetric products: what Polar Express is made of (Amsel et al., arXiv 2505.16932). XXT and ba_plus_cAA have their names from
+# the public speedrun (KellerJordan/modded-nanogpt), which computes one triangle too.
+
+
+def _operand(x: Tensor) -> Tensor:  # of a product that is summed in fp32: as matrix units do; CPUs are slow at bf16
+    return x if x.is_cuda else _wide(x)
+
+
+def _result(product: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    return product.to(dtype) if out is None else out.copy_(product)
+
+
+@has_kernel
+def XXT(X: Tensor, out: Tensor | None = None) -> Tensor:
+    """X Xᵀ. X (..., rows, cols) bf16, fp32 or fp64; out and result (..., rows, rows), same dtype, one rounding."""
+    wide = _operand(X)
+    return _result(wide @ wide.mT, X.dtype, out)
+
+
+@has_kernel
+def XTX(X: Tensor, out: Tensor | None = None) -> Tensor:
+    """Xᵀ X, for tall matrices, so that none is transposed in memory. X (..., rows, cols); result (..., cols, cols)."""
+    wide = _operand(X)
+    return _result(wide.mT @ wide, X.dtype, out)
+
+
+@has_kernel
+def ba_plus_cAA(A: Tensor, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
+    """beta·A + alpha·A·Aᵀ, A (..., n, n) symmetric, so that A·Aᵀ = A². Result like A, one rounding."""
+    wide = _operand(A)
+    flat = wide.flatten(0, -3) if wide.ndim > 3 else wide.reshape(-1, *wide.shape[-2:])
+    return _result(torch.baddbmm(flat, flat, flat, beta=beta, alpha=alpha).view_as(A), A.dtype, out)
+
+
+@has_kernel
+def aX_plus_BX(X: Tensor, B: Tensor, a: float, right: bool = False) -> Tensor:
+    """a·X + B·X, or a·X + X·B if right. X (n, rows, cols), B (n, k, k) with k rows or cols; result like X, one rounding."""
+    wide, square = _operand(X), _operand(B)
+    return (torch.baddbmm(wide, wide, square, beta=a) if right else torch.baddbmm(wide, square, wide, beta=a)).to(X.dtype)
+
+
+# One configuration for every chip and shape: 96 KB of shared memory, so two blocks on an H100 and one on an RTX 4090.
+# Smaller tiles would fill more of the chip with the few matrices of a rank of 8, but read so much more from L2 that they lose.
+PRODUCT = dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def product_kernel(
     L, R, C, out,  # left factor, right factor, addend, result: contiguous stacks of matrices
     M, N, K,  # out and C are (batch, M, N)
     alpha, beta,
-    L_TRANSPOSED: tl.constexpr,  # L lies in memory as (K, M), else (M, K)
-    R_TRANSPOSED: tl.constexpr,  # R lies in memory as (N, K), else (K, N)
+    L_TRANSPOSED: tl.constexpr, R_TRANSPOSED: tl.constexpr,  # L lies in memory as (K, M), else (M, K); R as (N, K), else (K, N)
     SYMMETRIC: tl.constexpr,  # out is symmetric: compute the tiles on and below the diagonal, store each twice
-    ADDEND: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    ADDEND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out = alpha · L R + beta · C, one program a tile. A transposed factor is loaded along its rows and turned on the chip."""
+    """out = alpha · L R + beta · C, one program a tile; a transposed factor is loaded along its rows and turned on the chip.
+    Faster: a symmetric result takes the tiles of one triangle, 21 of 36 for 768 x 768; the addend costs one read and no
+    pass. Must hold: where SYMMETRIC, L R is symmetric, and so is C; out is none of the others; a result is rounded once,
+    and its two triangles have the same bits."""
     tile, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if SYMMETRIC:
         i = 0
@@ -173,10 +368,8 @@ def _product_kernel(
     else:
         i, j = tile // tl.cdiv(N, BLOCK), tile % tl.cdiv(N, BLOCK)
     row, col = i * BLOCK, j * BLOCK
-    L += matrix * M * K
-    R += matrix * N * K
-    C += matrix * M * N
-    out += matrix * M * N
+    L, R = L + matrix * M * K, R + matrix * N * K
+    C, out = C + matrix * M * N, out + matrix * M * N
 
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -199,81 +392,132 @@ def _product_kernel(
             _store_tile(out, result.T, col, row, N, M)
 
 
-def _product(
+def launch_product(
     L: Tensor, R: Tensor, C: Tensor | None, out: Tensor, alpha: float, beta: float,
     L_transposed: bool = False, R_transposed: bool = False, symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
     """alpha · op(L) op(R) + beta · C into out, all (..., rows, cols); out may be none of the others."""
-    M, N = out.shape[-2:]
-    K = L.size(-2 if L_transposed else -1)
-    rows, cols = triton.cdiv(M, _PRODUCT["BLOCK"]), triton.cdiv(N, _PRODUCT["BLOCK"])
+    (M, N), K = out.shape[-2:], L.size(-2 if L_transposed else -1)
+    rows, cols = triton.cdiv(M, PRODUCT["BLOCK"]), triton.cdiv(N, PRODUCT["BLOCK"])
     L, R, C = L.contiguous(), R.contiguous(), L if C is None else C.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     launch(
-        _product_kernel, (rows * (rows + 1) // 2 if symmetric else rows * cols, out[..., 0, 0].numel()),
+        product_kernel, (rows * (rows + 1) // 2 if symmetric else rows * cols, out[..., 0, 0].numel()),
         L, R, C, target, M, N, K, alpha, beta,
-        L_TRANSPOSED=L_transposed, R_TRANSPOSED=R_transposed, SYMMETRIC=symmetric, ADDEND=beta != 0, **_PRODUCT,
+        L_TRANSPOSED=L_transposed, R_TRANSPOSED=R_transposed, SYMMETRIC=symmetric, ADDEND=beta != 0, **PRODUCT,
     )  # fmt: skip
     return out if target is out else out.copy_(target)
 
 
-@library.custom_op("bankrun::gram", mutates_args=())
-def gram_op(X: Tensor, tall: bool) -> Tensor:
-    """Xᵀ X if tall, else X Xᵀ: one opaque node of a compiled graph."""
-    n = X.size(-1 if tall else -2)
-    return _product(X, X, None, X.new_empty(*X.shape[:-2], n, n), 1.0, 0.0, tall, not tall, symmetric=True)
-
-
-@gram_op.register_fake
-def _(X, tall):
+def _empty_gram(X: Tensor, tall: bool) -> Tensor:
     n = X.size(-1 if tall else -2)
     return X.new_empty(*X.shape[:-2], n, n)
 
 
-@library.custom_op("bankrun::multiply_add", mutates_args=())
+@operator("gram", _empty_gram)
+def gram_op(X: Tensor, tall: bool) -> Tensor:
+    """Xᵀ X if tall, else X Xᵀ."""
+    return launch_product(X, X, None, _empty_gram(X, tall), 1.0, 0.0, tall, not tall, symmetric=True)
+
+
+@operator("multiply_add", lambda L, R, C, *_: C.new_empty(C.shape))
 def multiply_add_op(L: Tensor, R: Tensor, C: Tensor, alpha: float, beta: float, symmetric: bool) -> Tensor:
     """alpha · L R + beta · C; symmetric says that L = R, and they and C are symmetric."""
-    return _product(L, R, C, C.new_empty(C.shape), alpha, beta, R_transposed=symmetric, symmetric=symmetric)
+    return launch_product(L, R, C, C.new_empty(C.shape), alpha, beta, R_transposed=symmetric, symmetric=symmetric)
 
 
-@multiply_add_op.register_fake
-def _(L, R, C, alpha, beta, symmetric):
-    return C.new_empty(C.shape)
+def _gram_cuda(X: Tensor, out: Tensor | None = None, *, tall: bool) -> Tensor:
+    return gram_op(X, tall) if out is None else launch_product(X, X, None, out, 1.0, 0.0, tall, not tall, symmetric=True)
 
 
-@kernel("XXT", "cuda")
-def _XXT_cuda(X: Tensor, out: Tensor | None) -> Tensor:
-    return gram_op(X, False) if out is None else _product(X, X, None, out, 1.0, 0.0, R_transposed=True, symmetric=True)
+XXT.kernel("cuda")(functools.partial(_gram_cuda, tall=False))
+XTX.kernel("cuda")(functools.partial(_gram_cuda, tall=True))
 
 
-@kernel("XTX", "cuda")
-def _XTX_cuda(X: Tensor, out: Tensor | None) -> Tensor:
-    return gram_op(X, True) if out is None else _product(X, X, None, out, 1.0, 0.0, L_transposed=True, symmetric=True)
-
-
-@kernel("ba_plus_cAA", "cuda")
-def _ba_plus_cAA_cuda(A: Tensor, beta: float, alpha: float, out: Tensor | None) -> Tensor:
+@ba_plus_cAA.kernel("cuda")
+def _ba_plus_cAA_cuda(A: Tensor, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
     if out is None:
         return multiply_add_op(A, A, A, alpha, beta, True)
-    return _product(A, A, A, out, alpha, beta, R_transposed=True, symmetric=True)
+    return launch_product(A, A, A, out, alpha, beta, R_transposed=True, symmetric=True)
 
 
-@kernel("aX_plus_BX", "cuda")
-def _aX_plus_BX_cuda(X: Tensor, B: Tensor, a: float, right: bool) -> Tensor:
+@aX_plus_BX.kernel("cuda")
+def _aX_plus_BX_cuda(X: Tensor, B: Tensor, a: float, right: bool = False) -> Tensor:
     """Not baddbmm: that copies X into its result before it multiplies."""
     return multiply_add_op(X, B, X, 1.0, a, False) if right else multiply_add_op(B, X, X, 1.0, a, False)
 
 
 # -----------------------------------------------------------------------------
-# MLP with a squared ReLU
+# Norm and rotation: no kernel of their own; torch.compile joins them with their neighbours
+
+RMS_EPS = torch.finfo(torch.float32).eps
 
 
+def norm(x: Tensor) -> Tensor:
+    """x / √(mean x² + ε) over the last dimension, without weights; x any shape and float dtype (arXiv 1910.07467)."""
+    return _RMSNorm.apply(x)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1/rms and y = r·x: dx = r·(dy − y·mean(dy·y)). Faster: it keeps y and r alone, where autograd of the formula
+    would keep every step. Must hold: computed in fp32 or better and rounded once, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        wide = _wide(x)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = length.square_().mul_(1 / x.size(-1)).add_(RMS_EPS).rsqrt_()
+        y = _cast(wide * rstd, x.dtype)
+        ctx.save_for_backward(y, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        y, rstd = ctx.saved_tensors
+        grad, wide = _cast(grad, rstd.dtype), _cast(y, rstd.dtype)
+        mean = (grad * wide).sum(-1, keepdim=True).mul_(-1 / y.size(-1))
+        return _cast(torch.addcmul(grad, wide, mean).mul_(rstd), y.dtype)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotary positions (arXiv 2104.09864): pairs of neighbouring dims, turned clockwise by an angle of the table.
+    y[2j] = c·x[2j] + s·x[2j+1], y[2j+1] = c·x[2j+1] − s·x[2j]. x (..., D); table (..., D/2, 2), broadcast, holds c and −s."""
+    return _Rotation.apply(x, table)
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient turns back: the transpose of a rotation is its inverse. Only the table is saved."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(table)
+        return _rotated(x, table, back=False)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _rotated(grad, *ctx.saved_tensors, back=True), None
+
+
+def _rotated(x: Tensor, table: Tensor, back: bool) -> Tensor:
+    """x turned by the table, or back. On a CPU a pair is a complex number, so that all is one product."""
+    pairs = x.unflatten(-1, (-1, 2))
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        factor = torch.view_as_complex(table)
+        return torch.view_as_real(torch.view_as_complex(pairs) * (factor.conj() if back else factor)).flatten(-2)
+    (even, odd), (c, s) = pairs.unbind(-1), table.unbind(-1)
+    s = s if back else -s
+    return torch.stack((c * even + s * odd, c * odd - s * even), -1).flatten(-2)
+
+
+# -----------------------------------------------------------------------------
+# MLP with a squared ReLU (So et al., arXiv 2109.08668)
+
+
+@has_kernel
 def relu_squared_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
     """relu(x @ W_fc.T)² @ W_proj, differentiable in all three.
-
-    x (tokens, dim), W_fc (hidden, dim), W_proj (hidden, dim), one dtype; result (tokens, dim).
-    """
-    return kernel_for("relu_squared_mlp", x)(x, W_fc, W_proj)
+    x (tokens, dim), W_fc (hidden, dim), W_proj (hidden, dim), one dtype; result (tokens, dim)."""
+    return _ReluSquaredMLP.apply(x, W_fc, W_proj)
 
 
 class _ReluSquaredMLP(torch.autograd.Function):
@@ -293,44 +537,34 @@ class _ReluSquaredMLP(torch.autograd.Function):
         return grad_h @ W_fc, grad_h.mT @ x, grad_W_proj
 
 
-# Chips with 227 KB of shared memory a block (H100, H200, B200) also have the tensor memory accelerator, TMA, that copies whole
-# tiles by descriptor; the others (A100: 163 KB, RTX 4090: 99 KB) load by pointers.
-_LARGE = dict(TMA=True, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=4)
-_SMALL = dict(TMA=False, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=4)
+# Chips with an H100's shared memory (H100, H200, B200) also have the tensor memory accelerator, TMA, that copies whole tiles by
+# descriptor; the others (A100: 163 KB, RTX 4090: 99 KB) load by pointers.
+LARGE_TILES = dict(TMA=True, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=4)
+SMALL_TILES = dict(TMA=False, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=4)
 
 
 @triton.jit
-def _read(matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    if TMA:
-        tile = matrix.load([row, col])
-    else:
-        tile = _load_tile(matrix, row, col, rows, cols, ROWS, COLS)
-    return tile
-
-
-@triton.jit
-def _relu_squared_kernel(
+def relu_squared_kernel(
     x, w, activation, out,  # (M, K), (N, K), (M, N), (M, N): tensor descriptors if TMA, else pointers
     M, N, K,
     BACKWARD: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out = relu(x wᵀ)² forward; out = x wᵀ · 2√activation backward. Each program takes every num_programs-th tile.
-
-    Programs that run side by side share rows of x, and all of w stays in L2.
-    """
+    Faster: the product's epilogue squares, or multiplies by the slope, so that x wᵀ never goes to memory. Programs that run
+    side by side share rows of x, and all of w stays in L2. Must hold: rows are multiples of 16 bytes (TMA); NaN stays NaN."""
     HALF: tl.constexpr = BLOCK_N // 2
     across = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
         row, col = tile // across * BLOCK_M, tile % across * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            rows = _read(x, row, k, M, K, BLOCK_M, BLOCK_K, TMA)
-            acc = tl.dot(rows, _read(w, col, k, N, K, BLOCK_N, BLOCK_K, TMA).T, acc, input_precision="ieee")
+            rows = _load_tile(x, row, k, M, K, BLOCK_M, BLOCK_K, TMA)
+            acc = tl.dot(rows, _load_tile(w, col, k, N, K, BLOCK_N, BLOCK_K, TMA).T, acc, input_precision="ieee")
         halves = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         for half in tl.static_range(2):  # one after the other, so that registers and shared memory hold half a tile at a time
             result, at = halves[half], col + half * HALF
             if BACKWARD:
-                result *= 2 * tl.sqrt(_read(activation, row, at, M, N, BLOCK_M, HALF, TMA).to(tl.float32))
+                result *= 2 * tl.sqrt(_load_tile(activation, row, at, M, N, BLOCK_M, HALF, TMA).to(tl.float32))
             else:
                 result = tl.where(result < 0, 0.0, result)  # NaN stays
                 result *= result
@@ -340,12 +574,11 @@ def _relu_squared_kernel(
                 _store_tile(out, result, row, at, M, N)
 
 
-def _relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tensor:
+def launch_relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tensor:
     """(M, N): relu(x wᵀ)², or x wᵀ · 2√activation where an activation is given. x (M, K), w (N, K), one dtype."""
     (M, K), N = x.shape, w.size(0)
     out = x.new_empty(M, N)
-    of_chip = chip(x.device)
-    config = _LARGE if of_chip.shared_memory >= 232448 else _SMALL
+    config = LARGE_TILES if chip(x.device).shared_memory >= H100.shared_memory else SMALL_TILES
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
 
     def tiles(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor | Tensor:
@@ -353,145 +586,40 @@ def _relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tensor:
 
     result = tiles(out, m, n // 2)
     launch(
-        _relu_squared_kernel, (min(of_chip.processors, triton.cdiv(M, m) * triton.cdiv(N, n)),),
+        relu_squared_kernel, (min(chip(x.device).processors, triton.cdiv(M, m) * triton.cdiv(N, n)),),
         tiles(x, m, k), tiles(w, n, k), result if activation is None else tiles(activation, m, n // 2), result,
         M, N, K, BACKWARD=activation is not None, **config,
     )  # fmt: skip
     return out
 
 
-@library.custom_op("bankrun::relu_squared", mutates_args=())
-def relu_squared_op(x: Tensor, w: Tensor) -> Tensor:
-    """relu(x wᵀ)²"""
-    return _relu_squared(x, w, None)
-
-
-@library.custom_op("bankrun::relu_squared_backward", mutates_args=())
-def relu_squared_backward_op(grad: Tensor, W_proj: Tensor, activation: Tensor) -> Tensor:
-    """The gradient of x W_fcᵀ: grad W_projᵀ · 2√activation"""
-    return _relu_squared(grad, W_proj, activation)
-
-
-@relu_squared_op.register_fake
-@relu_squared_backward_op.register_fake
-def _(x, w, activation=None):
-    return x.new_empty(x.size(0), w.size(0))
+relu_squared_op = operator("relu_squared", lambda x, w, _: x.new_empty(x.size(0), w.size(0)))(launch_relu_squared)
 
 
 class _FusedReluSquaredMLP(torch.autograd.Function):
     """Saves the activation a = relu(x W_fcᵀ)² alone, and rebuilds the slope 2 relu(x W_fcᵀ) = 2√a from it.
-
-    An element of the hidden layer so moves 14 bytes: write a, read a; backward read a, write grad_h, and a once and grad_h
-    twice as operands. Saving relu(x W_fcᵀ) too would move 16; saving it instead of a, 14 as well, but two products would have
-    to square an operand on its way to the matrix units. A root halves relative errors, so √a is as exact as what it replaces.
-    """
+    Faster: an element of the hidden layer moves 14 bytes: write a, read a; backward read a, write grad_h, and a once and
+    grad_h twice as operands. Saving relu(x W_fcᵀ) too would move 16; saving it alone, 14, but two products would have to square
+    an operand on its way. Must hold: a ≥ 0. A root halves relative errors, so √a is as exact as the relu it replaces."""
 
     @staticmethod
     def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
-        activation = relu_squared_op(x, W_fc)  # (tokens, hidden)
+        activation = relu_squared_op(x, W_fc, None)  # (tokens, hidden)
         ctx.save_for_backward(x, W_fc, W_proj, activation)
         return activation @ W_proj
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, W_fc, W_proj, activation = ctx.saved_tensors
-        grad_h = relu_squared_backward_op(grad, W_proj, activation)
+        grad_h = relu_squared_op(grad, W_proj, activation)
         return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
 
 
-kernel("relu_squared_mlp", "cuda")(_FusedReluSquaredMLP.apply)
+relu_squared_mlp.kernel("cuda")(_FusedReluSquaredMLP.apply)
 
 
 # -----------------------------------------------------------------------------
-# The head: FP8 products, softcap and loss
-
-
-def quantize_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x / scale rounded to FP8; what lies beyond the format saturates, NaN stays NaN.
-
-    x any shape and float dtype; dtype torch.float8_e4m3fn or torch.float8_e5m2; result like x, in dtype.
-    """
-    return kernel_for("quantize_fp8", x)(x, scale, dtype)
-
-
-def _quantize_fp8_reference(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max
-    return (_wide(x) * (1 / scale)).clamp_(-limit, limit).to(dtype)
-
-
-def quantize_fp8_both(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """quantize_fp8(x) and its transpose, both contiguous: FP8 products want their operands contiguous along the summed
-    dimension, and x (rows, cols) is summed over its columns in one product and over its rows in another."""
-    return kernel_for("quantize_fp8_both", x)(x, scale, dtype)
-
-
-def _quantize_fp8_both_reference(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    q = quantize_fp8(x, scale, dtype)
-    return q, q.mT.contiguous()
-
-
-_QUANTIZE = dict(BLOCK=128, num_warps=8)  # tiles whose rows and columns are whole lines of 128 bytes in FP8
-
-
-@triton.jit
-def _quantize_kernel(x, q, q_t, rows, cols, inverse_scale, limit, BOTH: tl.constexpr, BLOCK: tl.constexpr):
-    """q (rows, cols) and, if BOTH, q_t (cols, rows): x · inverse_scale within ±limit, NaN kept. One program a tile."""
-    across = tl.cdiv(cols, BLOCK)
-    row, col = tl.program_id(0) // across * BLOCK, tl.program_id(0) % across * BLOCK
-    tile = _load_tile(x, row, col, rows, cols, BLOCK, BLOCK).to(tl.float32) * inverse_scale
-    tile = tl.where(tile > limit, limit, tl.where(tile < -limit, -limit, tile)).to(q.dtype.element_ty)
-    _store_tile(q, tile, row, col, rows, cols)
-    if BOTH:
-        _store_tile(q_t, tile.T, col, row, cols, rows)
-
-
-def _quantize(x: Tensor, scale: float, limit: float, q: Tensor, q_t: Tensor | None) -> None:
-    cols = x.size(-1)
-    rows = x.numel() // cols
-    launch(
-        _quantize_kernel, (triton.cdiv(rows, _QUANTIZE["BLOCK"]) * triton.cdiv(cols, _QUANTIZE["BLOCK"]),),
-        x.contiguous(), q, q if q_t is None else q_t, rows, cols, 1 / scale, limit, BOTH=q_t is not None, **_QUANTIZE,
-    )  # fmt: skip
-
-
-@kernel("quantize_fp8", "cuda")
-def _quantize_fp8_cuda(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    q = torch.empty(x.shape, device=x.device, dtype=dtype)
-    _quantize(x, scale, torch.finfo(dtype).max, q, None)
-    return q
-
-
-@kernel("quantize_fp8_both", "cuda")
-def _quantize_fp8_both_cuda(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    q, q_t = (torch.empty(shape, device=x.device, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
-    _quantize(x, scale, torch.finfo(dtype).max, q, q_t)
-    return q, q_t
-
-
-def fp8_matmul(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """scale · a @ b for FP8 operands, accumulated in fp32 (fp64 if out_dtype is fp64).
-
-    a (m, k) FP8; b (k, n) FP8, in either memory order; result (m, n) in out_dtype. fast_accum lets the matrix units keep
-    fewer bits of the running sum, which costs the forward nothing that can be measured and is not done in the backward.
-    scale: a number, or a 0-dim tensor on a's device, which nobody has to wait for.
-    """
-    return kernel_for("fp8_matmul", a)(a, b, scale, out_dtype, fast_accum)
-
-
-def _fp8_matmul_reference(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    # Products of two FP8 numbers are exact in fp32, so that widening first changes nothing but the speed.
-    wide = torch.promote_types(out_dtype, torch.float32)
-    return (a.to(wide) @ b.to(wide)).mul_(scale).to(out_dtype)
-
-
-@kernel("fp8_matmul", "cuda")
-def _fp8_matmul_cuda(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """cuBLASLt wants a by rows and b by columns: both contiguous along k."""
-    if b.stride(0) != 1:
-        b = b.mT.contiguous().mT
-    one = torch.ones((), device=a.device, dtype=torch.float32)
-    return torch._scaled_mm(a.contiguous(), b, scale_a=one * scale, scale_b=one, out_dtype=out_dtype, use_fast_accum=fast_accum)
-
+# Head and loss: softcapped logits, several targets a token, products in FP8, as in public record 61 of the speedrun
 
 SOFTCAP, SOFTCAP_SHIFT, SOFTCAP_SCALE = 23.0, 5.0, 7.5
 
@@ -501,26 +629,12 @@ def softcap(logits: Tensor) -> Tensor:
     return torch.sigmoid((_wide(logits) + SOFTCAP_SHIFT) * (1 / SOFTCAP_SCALE)).mul_(SOFTCAP)
 
 
+@has_kernel
 def softcapped_cross_entropy(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
-    """Multi-token cross-entropy of softcapped logits, summed: Σ_t Σ_k w_k · CE(z[t], targets[t + k]).
-
-    z = 23 · sigmoid((logits + 5) / 7.5); terms with t + k ≥ T are dropped. Differentiable in logits.
-    logits (T, vocab), any float dtype; targets (T,) int64; mtp_weights (K,) float; result a scalar, fp32 or better.
-    """
-    return kernel_for("softcapped_cross_entropy", logits)(logits, targets, mtp_weights)
-
-
-def _mtp_term_weights(T: int, mtp_weights: Tensor) -> Tensor:
-    """(T, K): w_k where the target t + k exists, else 0."""
-    offsets = torch.arange(mtp_weights.numel(), device=mtp_weights.device)
-    positions = torch.arange(T, device=mtp_weights.device)
-    return mtp_weights * (positions[:, None] + offsets < T)
-
-
-def _mtp_targets(targets: Tensor, K: int) -> Tensor:
-    """(T, K): targets[t + k], with the last target where t + k is beyond the end (its weight is 0)."""
-    index = torch.arange(targets.numel(), device=targets.device)[:, None] + torch.arange(K, device=targets.device)
-    return targets[index.clamp_(max=targets.numel() - 1)]
+    """Multi-token cross-entropy (arXiv 2404.19737) of z = softcap(logits), summed: Σ_t Σ_k w_k · CE(z[t], targets[t + k]).
+    Terms with t + k ≥ T are dropped. Differentiable in logits. logits (T, vocab), any float dtype; targets (T,) int64;
+    mtp_weights (K,) float; result a scalar, fp32 or better."""
+    return _SoftcappedCrossEntropy.apply(logits, targets, mtp_weights)
 
 
 class _SoftcappedCrossEntropy(torch.autograd.Function):
@@ -530,8 +644,10 @@ class _SoftcappedCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
         z = softcap(logits)  # (T, vocab)
         lse = z.logsumexp(-1)  # (T,)
-        index = _mtp_targets(targets, mtp_weights.numel())  # (T, K)
-        weights = _mtp_term_weights(len(targets), mtp_weights).to(z.dtype)  # (T, K)
+        T, K = len(targets), mtp_weights.numel()
+        index = torch.arange(T, device=z.device)[:, None] + torch.arange(K, device=z.device)  # (T, K): t + k
+        weights = (mtp_weights * (index < T)).to(z.dtype)  # w_k where the target exists, else 0
+        index = targets[index.clamp_(max=T - 1)]
         ctx.save_for_backward(z, lse, index, weights)
         ctx.dtype = logits.dtype
         return ((lse[:, None] - z.gather(1, index)) * weights).sum()
@@ -544,43 +660,45 @@ class _SoftcappedCrossEntropy(torch.autograd.Function):
         return grad_z.mul_(slope).mul_(grad / SOFTCAP_SCALE).to(ctx.dtype), None, None
 
 
+@has_kernel
 def loss_and_fp8_gradient(
     logits: Tensor, targets: Tensor, mtp_weights: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softcapped_cross_entropy with its gradient already as the backward products want it.
-
     Returns the loss; its gradient in the logits, divided by scale, in FP8 (T, vocab); and the same transposed (vocab, T).
-    The gradient is that of the loss itself: whatever number comes in from behind multiplies the scales of the products.
-    """
-    return kernel_for("loss_and_fp8_gradient", logits)(logits, targets, mtp_weights, scale, dtype)
-
-
-def _loss_and_fp8_gradient_reference(logits, targets, mtp_weights, scale, dtype):
+    The gradient is that of the loss itself: the incoming gradient, a scalar, multiplies the scales of the products."""
     with torch.enable_grad():
         logits = _wide(logits.detach()).requires_grad_()
         loss = _SoftcappedCrossEntropy.apply(logits, targets, mtp_weights)
         (grad,) = torch.autograd.grad(loss, logits)
-    return loss.detach(), *_quantize_fp8_both_reference(grad, scale, dtype)
+    return loss.detach(), *quantize_fp8_both(grad, scale, dtype)
 
 
-# The loss on a GPU. A row of 50304 logits must be summed before its first gradient is known; what lies between is the trick.
-# Work comes in items of ROWS rows times WIDTH columns, of two kinds: "sum" adds up exp z over an item, "gradient" reads the
-# item again and writes its gradient in both layouts. Programs draw items from one counter, a strip of ROWS rows after the
-# other, the sums of a strip AHEAD strips before its gradients. So a gradient finds its sums long done, and its logits, 6.4 MB
-# a strip, still in L2: of the 11 bytes a logit that separate kernels move, memory sees one read of 2 bytes and two writes
-# of 1. Sums are drawn before the gradients that wait for them, so some running program always can go on: no deadlock, however
-# many programs the chip holds. 64 rows make 64 contiguous bytes, two sectors, in the transposed layout; more would leave L2.
-_LOSS = dict(ROWS=64, WIDTH=1024, BLOCK=64, AHEAD=3, num_warps=8)
-_CAP, _CAP_SCALE = tl.constexpr(SOFTCAP), tl.constexpr(SOFTCAP_SCALE)
-_LOG2E = tl.constexpr(math.log2(math.e))
+# The loss on a GPU. A row of 50304 logits must be summed before its first gradient is known. So work comes in items of ROWS
+# rows times WIDTH columns, of two kinds: S adds up exp z over an item; G reads the item again and writes its gradient in both
+# layouts. Programs draw items from one counter, one strip of ROWS rows after the other; the gradients of a strip come AHEAD
+# strips after its sums. Dots: the strip's logits wait in L2, at most four strips of 6.4 MB.
+#
+#     time →    S0  S1  S2  S3  G0  S4  G1  S5  G2  S6  G3 ...
+#     strip 0   S0 ············ G0
+#     strip 1       S1 ················ G1
+#     strip 2           S2 ···················· G2
+#     strip 3               S3 ························ G3
+#     strip 4                       S4 ························ ...
+#
+# So a gradient finds its sums done and its logits in L2: memory sees one read of 2 bytes a logit and two writes of 1, where
+# separate kernels move 11. Sums are drawn before the gradients that need them, so that some running program can always go
+# on: no deadlock, however many programs the chip holds. 64 rows make 64 contiguous bytes, two sectors, in the transposed
+# layout; more would leave L2.
+#
+# Special functions limit this kernel (16 a clock and processor, next to 128 multiply-adds), then the number of instructions.
+# So a logit takes five: σ an exponential and a reciprocal, both times, and the gradient's probability an exponential; that of
+# the sums is a polynomial. Each is one PTX instruction that flushes denormals; Triton's own take three to five.
+LOSS = dict(ROWS=64, WIDTH=1024, BLOCK=64, AHEAD=3, num_warps=8)
+_CAP, _CAP_SCALE, _LOG2E = tl.constexpr(SOFTCAP), tl.constexpr(SOFTCAP_SCALE), tl.constexpr(math.log2(math.e))
 _TURN = tl.constexpr(-math.log2(math.e) / SOFTCAP_SCALE)  # logit to exponent, of 2
 _TURN_SHIFT = tl.constexpr(-math.log2(math.e) * SOFTCAP_SHIFT / SOFTCAP_SCALE)
 _ON_GPU = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX
-
-
-# Five special functions a logit are what limits this kernel (16 a clock and processor, next to 128 multiply-adds), and then
-# the number of instructions. So σ takes one exponential and one reciprocal; of the two exponentials of z, that of the sums is
-# a polynomial; and each special function is one PTX instruction that flushes denormals, where Triton's own take three to five.
 
 
 @triton.jit
@@ -595,8 +713,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _sigmoid(logit):
-    """σ = sigmoid((logit + 5) / 7.5). z = 23σ is in 0 .. 23: exp z needs no maximum to be subtracted first, a whole row of
-    them sums to less than 1e15."""
+    """σ = sigmoid((logit + 5) / 7.5). z = 23σ is at most 23: a row of exp z sums to less than 1e15, without its maximum off."""
     return _reciprocal(1 + _exp2(tl.fma(logit.to(tl.float32), _TURN, _TURN_SHIFT)))
 
 
@@ -619,7 +736,7 @@ def _sum_item(
     logits, targets, weights, lse, row_loss, partial, done, T, V, strip, part, parts,
     K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Σ exp z of one item; whoever is last in a strip adds the items up, in order, and finishes its rows."""
+    """Σ exp z of one item. The last program of a strip adds the items up, in order, and finishes the strip's rows."""
     lane = tl.arange(0, ROWS)
     row = strip * ROWS + lane
     start = logits + row.to(tl.int64) * V
@@ -662,9 +779,7 @@ def _gradient_item(
     K: tl.constexpr, BOTH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """((Σ_k w_k) softmax(z) − Σ_k w_k onehot(target_k)) · dz/dlogit · inverse_scale of one item.
-
-    First as if there were no targets; then those few of them that lie in the item are written over.
-    """
+    First as if there were no targets; then the item's few targets are written over."""
     row = strip * ROWS + tl.arange(0, ROWS)
     offset = row.to(tl.int64) * V
     log2_total = tl.load(lse + row, mask=row < T, other=0.0) * _LOG2E
@@ -697,7 +812,7 @@ def _gradient_item(
 
 
 @triton.jit
-def _loss_kernel(
+def loss_kernel(
     logits, targets, weights,  # (T, V); (T,) int64; (K,) fp32
     lse, row_loss,  # (T,) fp32 each; lse is read if only gradients are asked for
     partial, drawn, done,  # scratch: (strips, parts, ROWS) fp32; () and (strips,) int32, zero
@@ -706,6 +821,9 @@ def _loss_kernel(
     K: tl.constexpr, SUMS: tl.constexpr, GRADIENTS: tl.constexpr, BOTH: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Loss and log-sum-exp of each row if SUMS; its gradient in the logits if GRADIENTS, and transposed if BOTH.
+    Faster: see the picture above. Must hold: items are drawn in one order; partial sums are added in a fixed order, so that
+    a run repeats itself to the bit; a strip is done, done > parts, only after all its sums and its log-sum-exp are stored."""
     strips, parts = tl.cdiv(T, ROWS), tl.cdiv(V, WIDTH)
     LAG: tl.constexpr = AHEAD if SUMS and GRADIENTS else 0
     KINDS: tl.constexpr = 2 if SUMS and GRADIENTS else 1
@@ -729,76 +847,113 @@ def _loss_kernel(
         ticket = tl.atomic_add(drawn, 1)
 
 
-def _loss(
+def launch_loss(
     logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor | None = None,
     grad: Tensor | None = None, grad_t: Tensor | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss (T,) a row and the log-sum-exp (T,); fills grad and grad_t. Where lse is given, only them."""
     (T, V), device = logits.shape, logits.device
-    strips, parts = triton.cdiv(T, _LOSS["ROWS"]), triton.cdiv(V, _LOSS["WIDTH"])
+    strips, parts = triton.cdiv(T, LOSS["ROWS"]), triton.cdiv(V, LOSS["WIDTH"])
     logits, targets, weights = logits.contiguous(), targets.contiguous(), mtp_weights.float().contiguous()
     sums = lse is None
     lse = torch.empty(T, device=device) if lse is None else lse
     row_loss = torch.empty_like(lse)
-    partial = torch.empty(strips * parts * _LOSS["ROWS"] if sums else 1, device=device)
+    partial = torch.empty(strips * parts * LOSS["ROWS"] if sums else 1, device=device)
     counters = torch.zeros(4 + strips, device=device, dtype=torch.int32)  # of items drawn, and from 16 bytes on, of items done
     grad = row_loss if grad is None else grad
     launch(
-        _loss_kernel, (min(2 * chip(device).processors, strips * parts),),
+        loss_kernel, (min(2 * chip(device).processors, strips * parts),),
         logits, targets, weights, lse, row_loss, partial, counters, counters[4:], grad, grad if grad_t is None else grad_t,
-        T, V, 1 / scale, K=weights.numel(), SUMS=sums, GRADIENTS=grad is not row_loss, BOTH=grad_t is not None, **_LOSS,
+        T, V, 1 / scale, K=weights.numel(), SUMS=sums, GRADIENTS=grad is not row_loss, BOTH=grad_t is not None, **LOSS,
     )  # fmt: skip
     return row_loss, lse
 
 
-@library.custom_op("bankrun::cross_entropy", mutates_args=())
+@operator("cross_entropy", lambda x, *_: tuple(x.new_empty(shape, dtype=torch.float32) for shape in ((), x.shape[:1])))
 def cross_entropy_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss and each row's log-sum-exp (T,)."""
-    row_loss, lse = _loss(logits, targets, mtp_weights)
+    """The summed loss and each row's log-sum-exp (T,), for evaluation and chips without FP8: 2 bytes a logit, 4 backward."""
+    row_loss, lse = launch_loss(logits, targets, mtp_weights)
     return row_loss.sum(), lse
 
 
-@cross_entropy_op.register_fake
-def _(logits, targets, mtp_weights):
-    return logits.new_empty((), dtype=torch.float32), logits.new_empty(logits.size(0), dtype=torch.float32)
-
-
-@library.custom_op("bankrun::cross_entropy_backward", mutates_args=())
+@operator("cross_entropy_backward", lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format))
 def cross_entropy_backward_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor) -> Tensor:
     """The gradient in the logits, in their dtype."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _loss(logits, targets, mtp_weights, lse, grad)
+    launch_loss(logits, targets, mtp_weights, lse, grad)
     return grad
 
 
-@cross_entropy_backward_op.register_fake
-def _(logits, targets, mtp_weights, lse):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+def _keep_lse(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(False)
 
 
-class _FusedSoftcappedCrossEntropy(torch.autograd.Function):
-    """For evaluation and chips without FP8: 2 bytes a logit forward, 4 backward. The loss is linear in the weights, so what
-    comes in from behind multiplies them and costs no pass of its own."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
-        loss, lse = cross_entropy_op(logits, targets, mtp_weights)
-        ctx.save_for_backward(logits, targets, mtp_weights, lse)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, mtp_weights, lse = ctx.saved_tensors
-        return cross_entropy_backward_op(logits, targets, mtp_weights * grad, lse), None, None
+def _cross_entropy_gradients(ctx, grad, _):
+    """The loss is linear in the weights: the incoming gradient multiplies them, and costs no pass of its own."""
+    logits, targets, mtp_weights, lse = ctx.saved_tensors
+    return cross_entropy_backward_op(logits, targets, mtp_weights * grad, lse), None, None
 
 
-kernel("softcapped_cross_entropy", "cuda")(_FusedSoftcappedCrossEntropy.apply)
+cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_keep_lse)
+softcapped_cross_entropy.kernel("cuda")(lambda logits, targets, mtp_weights: cross_entropy_op(logits, targets, mtp_weights)[0])
 
 
-@kernel("loss_and_fp8_gradient", "cuda")
+@loss_and_fp8_gradient.kernel("cuda")
 def _loss_and_fp8_gradient_cuda(logits, targets, mtp_weights, scale, dtype):
     grad, grad_t = (torch.empty(shape, device=logits.device, dtype=dtype) for shape in (logits.shape, logits.shape[::-1]))
-    return _loss(logits, targets, mtp_weights, None, grad, grad_t, scale)[0].sum(), grad, grad_t
+    return launch_loss(logits, targets, mtp_weights, None, grad, grad_t, scale)[0].sum(), grad, grad_t
+
+
+@has_kernel
+def fp8_head_loss(
+    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, x_scale: float, w_scale: float, grad_scale: float
+) -> Tensor:
+    """The training loss of logits x @ w in FP8, summed over tokens: a scalar, fp32 or better, differentiable in x and w.
+    x (T, in); w (in, vocab), the layout of its gradient; targets (T,) int64; mtp_weights (K,); scales as in fp8_linear."""
+    return softcapped_cross_entropy(fp8_linear(x, w, x_scale, w_scale, grad_scale), targets, mtp_weights)
+
+
+def _fake_head_loss(x, w, *_):
+    T, inner, vocab = *x.shape, w.size(1)
+    loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+    shapes = ((T, vocab), E5M2), ((vocab, T), E5M2), ((inner, T), E4M3), ((inner, vocab), E4M3)
+    return loss, *(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+
+
+@operator("fp8_head_loss", _fake_head_loss)
+def fp8_head_loss_op(
+    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, x_scale: float, w_scale: float, grad_scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Product and loss as one node: the loss; its gradient in the logits in e5m2, (T, vocab) and (vocab, T); x transposed and
+    w in e4m3. The last four are the operands of the backward products, each contiguous along the summed dimension.
+    Faster: the logits are not kept, and their gradient is never in 16 bits. Must hold: FP8 rounding does not depend on the
+    incoming gradient, a scalar, which enters the scales of the backward products alone."""
+    x8, x8_t = quantize_fp8_both(x, x_scale, E4M3)
+    w8, w8_t = quantize_fp8_both(w, w_scale, E4M3)
+    logits = fp8_matmul(x8, w8_t.mT, x_scale * w_scale, x.dtype, True)
+    loss, grad8, grad8_t = loss_and_fp8_gradient(logits, targets, mtp_weights, grad_scale, E5M2)
+    return loss, grad8, grad8_t, x8_t, w8
+
+
+@operator("fp8_head_loss_backward", lambda grad, grad8, grad8_t, x8_t, w8, dtype, *_: (
+    grad.new_empty(x8_t.shape[::-1], dtype=dtype), grad.new_empty(w8.shape, dtype=dtype)
+))  # fmt: skip
+def fp8_head_loss_backward_op(
+    grad: Tensor, grad8: Tensor, grad8_t: Tensor, x8_t: Tensor, w8: Tensor,
+    dtype: torch.dtype, x_scale: float, w_scale: float, grad_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """grad_x (T, in) and grad_w (in, vocab) in dtype."""
+    grad_x = fp8_matmul(grad8, w8.mT, grad * (grad_scale * w_scale), dtype, False)
+    grad_w = fp8_matmul(x8_t, grad8_t.mT, grad * (x_scale * grad_scale), dtype, False)
+    return grad_x, grad_w
+
+
+fp8_head_loss_op.register_autograd(
+    lambda ctx, grad, *_: (*fp8_head_loss_backward_op(grad, *ctx.saved_tensors, ctx.dtype, *ctx.scales), *5 * [None]),
+    setup_context=_keep_fp8,
+)
+fp8_head_loss.kernel("cuda")(lambda *inputs, **scales: fp8_head_loss_op(*inputs, **scales)[0])
 
 
 # -----------------------------------------------------------------------------
@@ -806,23 +961,35 @@ def _loss_and_fp8_gradient_cuda(logits, targets, mtp_weights, scale, dtype):
 
 
 class Band(NamedTuple):
-    """Which keys a query sees: those of its document, at most `window` positions back, itself included."""
+    """Which keys a query sees: its own position and the `window` before it, within its document."""
 
     cu_seqlens: Tensor  # (slots,) int32, document starts in positions, padded by the number of positions
     window: int  # positions
     max_len: int  # longest document, in positions
-    bias: Tensor | None  # for the banded reference: (blocks, rows, keys), 0 where seen, −inf elsewhere
+    bias: Tensor | None  # for the banded reference: (blocks, rows, keys), 0 where seen, −inf elsewhere; None: FlashAttention
 
 
 def uses_flash(x: Tensor) -> bool:
-    """FlashAttention takes 16-bit tensors on a GPU; everything else goes the banded way."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    """Whether tensors like x go to FlashAttention: 16-bit ones on a GPU. Their bands need no bias."""
+    return kernel_device(x) == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def flash_attention() -> str:
+    """Turn FlashAttention 3 (arXiv 2407.08608) on where its package is; what attention runs on, in words for the log."""
+    if not torch.cuda.is_available():
+        return "banded, in PyTorch"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "varlen_attn, FA2"
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return "varlen_attn, FA3"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
-    """Causal attention within documents and window, differentiable; q, k, v and result (P, H, D), one dtype."""
+    """softmax(scale · q kᵀ) v over the keys of the band, causal, differentiable; q, k, v and result (P, H, D), one dtype.
+    A band with a bias goes the banded way, in fp32 or better; one without to FlashAttention."""
     if band.bias is not None:
-        return banded_attention(q, k, v, band.bias, scale)
+        return _BandedAttention.apply(q, k, v, band.bias, scale).to(q.dtype)
     cu_seqlens, max_len = band.cu_seqlens, band.max_len
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, window_size=(band.window, 0))
 
@@ -835,49 +1002,46 @@ def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) 
     position = torch.arange(blocks * rows, device=device)
     start = cu_seqlens[torch.searchsorted(cu_seqlens, position.int(), right=True) - 1]  # of the position's document
     first_seen = torch.maximum(position - window, start).view(blocks, rows, 1)
-    key = position.view(blocks, rows)[:, :1] + torch.arange(-back * rows, rows, device=device)  # (blocks, keys)
-    key = key.unsqueeze(1)
+    key = position.view(blocks, rows, 1)[:, :1] + torch.arange(-back * rows, rows, device=device)  # (blocks, 1, keys)
     unseen = (key < first_seen) | (key > position.view(blocks, rows, 1))
     return torch.zeros(unseen.shape, device=device, dtype=dtype).masked_fill_(unseen, -math.inf)
 
 
+def _by_head(x: Tensor, padded: int, front: int) -> Tensor:
+    """(P, H, D) → (front + H·padded, D), fp32 or better, `front` zero rows first."""
+    P, H, D = x.shape
+    out = torch.empty(front + H * padded, D, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    out[:front].zero_()
+    heads = out[front:].view(H, padded, D)
+    heads[:, P:].zero_()
+    heads[:, :P].copy_(x.transpose(0, 1))
+    return out
+
+
+def _bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """(batch, keys, D): a view, each window one block of rows further."""
+    return x.as_strided((batch, keys, x.size(1)), (rows * x.size(1), x.size(1), 1))
+
+
 class _BandedAttention(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) v, block by block: the reference on any device, and the fast path on CPU.
-
-    Heads lie one after another in memory, so that every block's keys are one overlapping window of one strided view.
-    What a head's first blocks see of the head before it is masked like any other foreign document.
-    """
-
-    @staticmethod
-    def by_head(x: Tensor, padded: int, front: int) -> Tensor:
-        """(P, H, D) → (front + H·padded, D), fp32 or better, `front` zero rows first."""
-        P, H, D = x.shape
-        out = torch.empty(front + H * padded, D, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-        out[:front].zero_()
-        heads = out[front:].view(H, padded, D)
-        heads[:, P:].zero_()
-        heads[:, :P].copy_(x.transpose(0, 1))
-        return out
-
-    @staticmethod
-    def bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
-        """(batch, keys, D): a view, each window one block of rows further."""
-        return x.as_strided((batch, keys, x.size(1)), (rows * x.size(1), x.size(1), 1))
+    Faster: a block of queries multiplies the few keys of its window, not all, and no key is copied: heads lie one after
+    another in memory, so that the keys of all blocks are overlapping windows of one strided view. Must hold: a head's first
+    blocks reach into the head before it, so that the bias masks those keys like any foreign document's."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         P, H, D = q.shape
         blocks, rows, keys = bias.shape
         batch, padded = H * blocks, blocks * rows
-        by_head, bands = _BandedAttention.by_head, _BandedAttention.bands
-        q = by_head(q, padded, 0).mul_(scale).view(batch, rows, D)
-        k, v = by_head(k, padded, keys - rows), by_head(v, padded, keys - rows)
-        scores = torch.bmm(q, bands(k, batch, rows, keys).mT)
+        q = _by_head(q, padded, 0).mul_(scale).view(batch, rows, D)
+        k, v = _by_head(k, padded, keys - rows), _by_head(v, padded, keys - rows)
+        scores = torch.bmm(q, _bands(k, batch, rows, keys).mT)
         scores.view(H, blocks, rows, keys).add_(bias)
         probs = torch.softmax(scores, -1)
         ctx.save_for_backward(q, k, v, probs)
         ctx.scale, ctx.shape = scale, (P, H, D)
-        out = torch.bmm(probs, bands(v, batch, rows, keys))
+        out = torch.bmm(probs, _bands(v, batch, rows, keys))
         return out.view(H, padded, D)[:, :P].transpose(0, 1)
 
     @staticmethod
@@ -886,8 +1050,7 @@ class _BandedAttention(torch.autograd.Function):
         P, H, D = ctx.shape
         batch, rows, keys = probs.shape
         padded, back = batch // H * rows, keys // rows - 1
-        by_head, bands = _BandedAttention.by_head, _BandedAttention.bands
-        g = by_head(grad, padded, 0).view(batch, rows, D)
+        g = _by_head(grad, padded, 0).view(batch, rows, D)
 
         def sum_bands(x: Tensor) -> Tensor:
             """(batch, keys, D) → (P, H, D): each key's sum over the blocks that saw it."""
@@ -897,87 +1060,41 @@ class _BandedAttention(torch.autograd.Function):
             return out[back * rows :].view(H, padded, D)[:, :P].transpose(0, 1)
 
         grad_v = sum_bands(torch.bmm(probs.mT, g))
-        grad_probs = torch.bmm(g, bands(v, batch, rows, keys).mT)
+        grad_probs = torch.bmm(g, _bands(v, batch, rows, keys).mT)
         grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        grad_q = torch.bmm(grad_scores, bands(k, batch, rows, keys)).mul_(ctx.scale)
+        grad_q = torch.bmm(grad_scores, _bands(k, batch, rows, keys)).mul_(ctx.scale)
         grad_k = sum_bands(torch.bmm(grad_scores.mT, q))  # q carries the scale
         return grad_q.view(H, padded, D)[:, :P].transpose(0, 1), grad_k, grad_v, None, None
 
 
-def banded_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """q, k, v (P, H, D); bias of band_bias; result (P, H, D) in q's dtype, computed in fp32 or better."""
-    return _BandedAttention.apply(q, k, v, bias, scale).to(q.dtype)
-
-
 # -----------------------------------------------------------------------------
-# The tied embedding's transposes
+# What the machine wants
+
+CPU_CACHE_ELEMENTS = 65_536  # of one tensor; a core's cache holds those of a whole update
 
 
-def transpose_add(source: Tensor, target: Tensor) -> None:
-    """target += sourceᵀ in place: embed.grad (vocab, dim) into lm_head.grad (dim, vocab)."""
-    kernel_for("transpose_add", source)(source, target)
+def fused_on_gpu(function: Callable) -> Callable:
+    """Fused by torch.compile where the first argument is on a GPU; plain on a CPU, where that costs more than it saves."""
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))
+
+    @functools.wraps(function)
+    def dispatch(x: Tensor, *args: Any) -> Any:
+        return compiled()(x, *args) if x.is_cuda else function(x, *args)
+
+    return dispatch
 
 
-def transpose_copy(source: Tensor, target: Tensor) -> None:
-    """target = sourceᵀ in place: lm_head (dim, vocab) into embed (vocab, dim)."""
-    kernel_for("transpose_copy", source)(source, target)
+def keep_freed_memory() -> None:
+    """On glibc: freed memory stays with the process. Its pages would be faulted in again, a third of the time of an MLP."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and the heap never shrinks
 
 
-def _transpose_add_reference(source: Tensor, target: Tensor) -> None:
-    target.add_(source.mT)
-
-
-def _transpose_copy_reference(source: Tensor, target: Tensor) -> None:
-    target.copy_(source.mT)
-
-
-_TRANSPOSE = dict(BLOCK=64, num_warps=4)  # 64 bf16 are a line of 128 bytes, in either layout
-_TRANSPOSE_PROGRAMS = 32  # of an H100's 132 processors: the others stay with the reductions that run meanwhile
-
-
-@triton.jit
-def _transpose_kernel(source, target, rows, cols, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """target (rows, cols) = sourceᵀ, or += if ADD, tile by tile; each program takes every num_programs-th."""
-    across = tl.cdiv(cols, BLOCK)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK) * across, tl.num_programs(0)):
-        row, col = tile // across * BLOCK, tile % across * BLOCK
-        result = _load_tile(source, col, row, cols, rows, BLOCK, BLOCK).T
-        if ADD:
-            result = _load_tile(target, row, col, rows, cols, BLOCK, BLOCK).to(tl.float32) + result.to(tl.float32)
-        _store_tile(target, result, row, col, rows, cols)
-
-
-def _transpose(source: Tensor, target: Tensor, add: bool) -> None:
-    rows, cols = target.shape
-    tiles = triton.cdiv(rows, _TRANSPOSE["BLOCK"]) * triton.cdiv(cols, _TRANSPOSE["BLOCK"])
-    result = target if target.is_contiguous() else target.contiguous()
-    grid = (min(_TRANSPOSE_PROGRAMS, tiles),)
-    launch(_transpose_kernel, grid, source.contiguous(), result, rows, cols, ADD=add, num_stages=2, **_TRANSPOSE)
-    if result is not target:
-        target.copy_(result)
-
-
-@kernel("transpose_add", "cuda")
-def _transpose_add_cuda(source: Tensor, target: Tensor) -> None:
-    _transpose(source, target, True)
-
-
-@kernel("transpose_copy", "cuda")
-def _transpose_copy_cuda(source: Tensor, target: Tensor) -> None:
-    _transpose(source, target, False)
-
-
-_REFERENCES: dict[str, Callable] = {
-    "XXT": _XXT_reference,
-    "XTX": _XTX_reference,
-    "ba_plus_cAA": _ba_plus_cAA_reference,
-    "aX_plus_BX": _aX_plus_BX_reference,
-    "relu_squared_mlp": _ReluSquaredMLP.apply,
-    "quantize_fp8": _quantize_fp8_reference,
-    "quantize_fp8_both": _quantize_fp8_both_reference,
-    "fp8_matmul": _fp8_matmul_reference,
-    "softcapped_cross_entropy": _SoftcappedCrossEntropy.apply,
-    "loss_and_fp8_gradient": _loss_and_fp8_gradient_reference,
-    "transpose_add": _transpose_add_reference,
-    "transpose_copy": _transpose_copy_reference,
-}
+def cache_sized(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    """The same rows of all tensors, in order: slices along dim 0; None stays None. On a CPU as many rows at a time as its
+    cache holds of the first tensor, at least one: an update in many passes stays in the cache. Elsewhere all at once."""
+    first, rows = tensors[0], len(tensors[0])
+    at_once = max(1, CPU_CACHE_ELEMENTS // max(1, first[:1].numel()) if first.device.type == "cpu" else rows)
+    for start in range(0, rows, at_once):
+        yield tuple(None if x is None else x[start : start + at_once] for x in tensors)

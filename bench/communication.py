@@ -2,9 +2,9 @@
 
     python bench/communication.py [--world_sizes=2,4,8,16] [any option of the trainer]     # markdown tables, from theory
 
-`sent` and `expected_calls` are the theory; `counted` counts what the optimizer really asks the process group for, and
-tests/test_ranks.py compares the two, call by call. Bytes are those that one rank sends in a ring, which is the least that any
-algorithm can do: (W−1)/W of the tensor for a reduce-scatter or an all-gather, twice that for an all-reduce.
+`sent` and `expected_calls` are the theory; `counted` counts what the optimizer asks the process group for, and
+tests/recipe/test_ranks.py compares the two, call by call. Bytes are those that one rank sends in a ring, the least of any
+algorithm: (W−1)/W of the tensor for a reduce-scatter or an all-gather, twice that for an all-reduce.
 """
 
 import sys
@@ -16,10 +16,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt
-from train_gpt import GPT, NUM_LAYERS, WORK_ORDER, Hyperparameters, ParamConfig, param_table, parse_options
+from bench.settings import model_of, trainer_settings
+from train_gpt import WORK_ORDER, Hyperparameters, NorMuon, ParamConfig, param_table
 
 # -----------------------------------------------------------------------------
 # Theory
@@ -44,36 +46,34 @@ def sent(kind: str, size: int, world_size: int) -> float:
     return size * (world_size - 1) / world_size * (2 if kind == "all-reduce" else 1)
 
 
-def matrices(parameter: Parameter, config: ParamConfig) -> int:
-    """How many matrices a bank holds."""
-    return torch.Size(parameter.shape[:-2]).numel() * config.stacked
+def rows_of(parameter: Parameter, config: ParamConfig) -> Tensor:
+    """What the ranks share out, without memory: embeddings' rows, or a bank's matrices (n, rows, cols)."""
+    return config.as_rows(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
 
 
-def slot_bytes(parameter: Parameter, config: ParamConfig, dtype: torch.dtype, world_size: int) -> int:
-    """Bytes of a parameter in dtype, with the padding that makes the matrices of a sharded bank divide over the ranks."""
-    size = torch.Size(parameter.shape).numel() * dtype.itemsize
-    if config.optim == "adam" or config.comms == "replicated":
-        return size
-    n = matrices(parameter, config)
-    return size // n * -(-n // world_size) * world_size
+def padded_bytes(parameter: Parameter, config: ParamConfig, dtype: torch.dtype, world_size: int) -> int:
+    """Bytes of a parameter in dtype, with the padding that makes the rows of a sharded one divide over the ranks."""
+    rows = rows_of(parameter, config)
+    n = len(rows)
+    if config.may_pad and config.comms == "sharded":
+        n += -n % world_size
+    return rows[:1].numel() * n * dtype.itemsize
 
 
 def expected_calls(
     parameters: dict[str, Parameter], table: dict[str, ParamConfig], world_size: int, do_adam: bool, tied: bool
 ) -> dict[tuple[str, str], Call]:
     """Each collective of a step, in its order, by label and "reduce" or "gather": every parameter once, none twice."""
-    active = [
-        label for label, config in table.items() if (do_adam or config.optim == "normuon") and not (tied and label == "embed")
-    ]
+    active = [label for label, row in table.items() if (do_adam or row.every_step) and not (tied and row.tied_to)]
     calls = {}
     for label in active:
         parameter, config = parameters[label], table[label]
         kind = "reduce-scatter" if config.comms == "sharded" else "all-reduce"
         dtype = torch.promote_types(parameter.dtype, config.grad_dtype or parameter.dtype)
-        calls[label, "reduce"] = Call(kind, sent(kind, slot_bytes(parameter, config, dtype, world_size), world_size))
+        calls[label, "reduce"] = Call(kind, sent(kind, padded_bytes(parameter, config, dtype, world_size), world_size))
     for label in WORK_ORDER:
         if label in active and table[label].comms == "sharded":
-            size = slot_bytes(parameters[label], table[label], parameters[label].dtype, world_size)
+            size = padded_bytes(parameters[label], table[label], parameters[label].dtype, world_size)
             calls[label, "gather"] = Call("all-gather", sent("all-gather", size, world_size))
     return calls
 
@@ -98,8 +98,8 @@ def counted() -> Iterator[list[Call]]:
         return patch.object(owner, name, call)
 
     with (
-        counting("reduce-scatter", train_gpt, "_reduce_scatter", 1),
-        counting("all-gather", train_gpt, "_all_gather", 0),
+        counting("reduce-scatter", train_gpt, "reduce_scatter", 1),
+        counting("all-gather", train_gpt, "all_gather", 0),
         counting("all-reduce", dist, "all_reduce", 0),
     ):
         yield calls
@@ -111,7 +111,7 @@ def counted() -> Iterator[list[Call]]:
 
 def model_parameters(h: Hyperparameters) -> dict[str, Parameter]:
     with torch.device("meta"):
-        model = GPT(h.vocab_size, NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, 1)
+        model = model_of(h, 1)
     if h.dtype == "float32":
         model.float()
     return {label: Parameter(tuple(param.shape), param.dtype) for label, param in model.named_parameters()}
@@ -139,7 +139,7 @@ def traffic_table(parameters: dict[str, Parameter], h: Hyperparameters, world_si
 
     def banks(W: int) -> float:
         """Bytes of all bank matrices in bf16, in which Polar Express takes them."""
-        return sum(torch.Size(parameters[label].shape).numel() * 2 for label in table if table[label].optim == "normuon") / 1e6
+        return sum(torch.Size(parameters[label].shape).numel() * 2 for label in banks_of(table)) / 1e6
 
     kinds = {"NorMuon alone (even steps)": (False, True), "with Adam, tied": (True, True), "with Adam, split": (True, False)}
     rows = [
@@ -154,6 +154,11 @@ def traffic_table(parameters: dict[str, Parameter], h: Hyperparameters, world_si
     return markdown(["MB sent by a rank", *(f"W = {W}" for W in world_sizes)], rows)
 
 
+def banks_of(table: dict[str, ParamConfig]) -> list[str]:
+    """What Polar Express orthogonalises."""
+    return [label for label, row in table.items() if isinstance(row, NorMuon)]
+
+
 def polar_express_flops(rows: int, cols: int) -> int:
     """Of one step on a matrix: the Gram matrix, its square, and the product with the matrix, each multiply-add as two."""
     large, small = max(rows, cols), min(rows, cols)
@@ -163,53 +168,49 @@ def polar_express_flops(rows: int, cols: int) -> int:
 def balance_table(parameters: dict[str, Parameter], table: dict[str, ParamConfig], world_sizes: list[int]) -> str:
     """Matrices and orthogonalisation work of the busiest rank, by the same rule for padding as the optimizer's."""
     rows = []
-    banks = [label for label, config in table.items() if config.optim == "normuon"]
+    banks = banks_of(table)
     for W in world_sizes:
-        work, slots, padding = [0] * W, [], []
+        work, shares, padding = [0] * W, [], []
         total = 0
         for label in banks:
-            config, shape = table[label], parameters[label].shape
-            n = matrices(parameters[label], config)
+            n, height, width = rows_of(parameters[label], table[label]).shape
             share = -(-n // W)
-            front = share * W - n if config.pad_front else 0
-            flops = polar_express_flops(shape[-2] // config.stacked, shape[-1])
-            for slot in range(front, front + n):
-                work[slot // share] += flops
+            front = share * W - n if table[label].pad_front else 0
+            flops = polar_express_flops(height, width)
+            for place in range(front, front + n):  # in the padded bank
+                work[place // share] += flops
             total += n * flops
-            slots.append(str(share))
+            shares.append(str(share))
             padding.append(f"{n} → {share * W}" if share * W > n else f"{n}")
-        rows.append([W, *padding, " + ".join(slots), f"{max(work) / (total / W):.2f}", work.count(0)])
+        rows.append([W, *padding, " + ".join(shares), f"{max(work) / (total / W):.2f}", work.count(0)])
     head = ["W", *banks, "matrices a rank, at most", "busiest rank's work / ideal", "idle ranks"]
     return markdown(head, rows)
+
+
+def state_bytes(parameter: Parameter, config: ParamConfig, world_size: int = 1) -> int:
+    """Bytes of a parameter's optimizer state on the rank that has the most."""
+    rows = rows_of(parameter, config)
+    share = rows[: -(-len(rows) // world_size)] if config.comms == "sharded" else rows
+    return sum(x.nbytes for x in config.initial_state(share).values() if isinstance(x, Tensor))
 
 
 def memory_table(parameters: dict[str, Parameter], h: Hyperparameters, world_sizes: list[int]) -> str:
     """Megabytes of optimizer state on the fullest rank: fp32 moments, NorMuon's second a number a row; mantissas of bf16."""
 
-    def state_bytes(label: str, config: ParamConfig, W: int) -> float:
-        shape, dtype = parameters[label]
-        n = elements = torch.Size(shape).numel()
-        if config.optim == "adam":
-            size = 8 * elements
-        else:
-            rows, cols = shape[-2] // config.stacked, shape[-1]
-            size = 4 * elements + 4 * elements // min(rows, cols) + (2 * elements if dtype == torch.bfloat16 else 0)
-            n = matrices(parameters[label], config)
-        if config.comms == "replicated":
-            return size
-        return size * -(-n // W) / n
+    def total(table: dict[str, ParamConfig], W: int) -> float:
+        return sum(state_bytes(parameters[label], row, W) for label, row in table.items()) / 1e6
 
     rows = []
     for comms in ("sharded", "replicated"):
         table = param_table(Hyperparameters(**{**vars(h), "comms": comms}))
-        rows.append([comms, *(sum(state_bytes(label, c, W) for label, c in table.items()) / 1e6 for W in world_sizes)])
+        rows.append([comms, *(total(table, W) for W in world_sizes)])
     return markdown(["MB of state on a rank", *(f"W = {W}" for W in world_sizes)], rows)
 
 
 def main() -> None:
     chosen = [option for option in sys.argv[1:] if option.startswith("--world_sizes=")]
     options = [option for option in sys.argv[1:] if option not in chosen]
-    h = parse_options(["--preset=record", *options])
+    h = trainer_settings(options, preset="record")
     world_sizes = [int(W) for W in chosen[-1].partition("=")[2].split(",")] if chosen else [2, 4, 8, 16]
     parameters = model_parameters(h)
     print(traffic_table(parameters, h, world_sizes), "\n")

@@ -11,7 +11,9 @@ stays when the machine goes.
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -27,7 +29,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
 
@@ -51,7 +53,7 @@ class Bench:
         return "cpu" if self.dry else "cuda"
 
     def settings(self, **changes):
-        """The record on generated shards: byte tokens under the record's vocabulary, few steps; tiny on a dry run."""
+        """The record preset on generated shards: byte tokens under its vocabulary, few steps; tiny on a dry run."""
         from train_gpt import Hyperparameters
 
         h = Hyperparameters(
@@ -67,9 +69,10 @@ class Bench:
         return dataclasses.replace(h, **changes)
 
     def shards(self) -> Path:
-        """The text of this machine's Python packages as bytes; of this project's tests on a dry run."""
+        """The text of this machine's Python packages as bytes; of asyncio alone on a dry run."""
         if self.folder is None:
-            source = ROOT / "tests" if self.dry else sysconfig.get_paths()["purelib"]
+            paths = sysconfig.get_paths()
+            source = Path(paths["stdlib"], "asyncio") if self.dry else paths["purelib"]
             self.folder = self.scratch / "data"
             command = [sys.executable, ROOT / "data" / "local_text.py", f"--input={source}", f"--output={self.folder}"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -90,7 +93,7 @@ def environment(bench: Bench) -> tuple[str, dict]:
     import torch
     import triton
 
-    import train_gpt
+    import triton_kernels as tk
 
     facts = {
         "Python": sys.version.split()[0],
@@ -102,8 +105,8 @@ def environment(bench: Bench) -> tuple[str, dict]:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
         facts["GPUs"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().replace("\n", "; ")
         facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-        facts["FP8 head"] = train_gpt.has_fp8(torch.device("cuda"))
-    facts["attention"] = train_gpt.flash_attention()
+        facts["FP8 head"] = tk.has_fp8(torch.device("cuda"))
+    facts["attention"] = tk.flash_attention()
     return table(["what", "is"], [[key, value] for key, value in facts.items()]), facts
 
 
@@ -111,7 +114,7 @@ def kernels(bench: Bench) -> tuple[str, dict]:
     """Every kernel against fp64: the largest error, as a share of what the formats' rounding allows."""
     import torch
 
-    import kernel_checks as checks
+    from bench import kernel_checks as checks
 
     worst = [0.0]
     assert_within = checks.assert_within
@@ -151,7 +154,7 @@ def kernels(bench: Bench) -> tuple[str, dict]:
             try:
                 check()
                 rows.append([name, f"{worst[0]:.2f}"])
-            except Exception as error:  # every kernel is to be seen, whatever became of the one before
+            except Exception as error:  # a failed kernel must not hide the others
                 failed.append(name)
                 rows.append([name, f"FAILED: {type(error).__name__}: {error}".replace("\n", " ")[:300]])
     text = table(["kernel, shape, values", "largest error / allowed"], rows)
@@ -212,30 +215,33 @@ def model(bench: Bench) -> tuple[str, dict]:
     """The model as it trains against fp32 on the CPU: same weights and batch, FP8 head in both; loss and gradients by label."""
     import torch
 
-    import train_gpt as tg
+    import triton_kernels as tk
+    from bench.settings import model_of
+    from data.loader import distributed_data_generator, train_pattern
+    from train_gpt import ForwardSchedule
 
     h = bench.settings()
     tokens = 256 if bench.dry else 2048
     torch.manual_seed(h.seed)
-    reference = tg.GPT(h.vocab_size, tg.NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, tokens, fp8_head=True)
+    reference = model_of(h, tokens, fp8_head=True)
     with torch.no_grad():
         for param in reference.parameters():
             if param.ndim > 1:
                 param.add_(torch.randn(param.shape) * 0.02)
     device = torch.device(bench.device)
-    trained = tg.GPT(h.vocab_size, tg.NUM_LAYERS, h.num_heads, h.head_dim, h.model_dim, tokens, fp8_head=tg.has_fp8(device))
+    trained = model_of(h, tokens, fp8_head=tk.has_fp8(device))
     trained.load_state_dict(reference.state_dict())
     trained.to(device)
     reference.float()
     if h.compile:
         trained.compile(dynamic=False, fullgraph=True)
-    batch = next(tg.distributed_data_generator(
-        tg.train_pattern(h), tokens, h.max_doc_len, micro_batches=1, rank=0, world_size=1, bos_id=h.bos_id,
+    batch = next(distributed_data_generator(
+        train_pattern(h.data), tokens, h.max_doc_len, micro_batches=1, rank=0, world_size=1, bos_id=h.bos_id,
     ))  # fmt: skip
     grads, losses = [], []
     for net in (trained, reference):
         where = net.embed.device
-        schedule = tg.ForwardSchedule(torch.tensor([1.0, 0.5], device=where), 3 * h.block_size, 7 * h.block_size, h.max_doc_len)
+        schedule = ForwardSchedule(torch.tensor([1.0, 0.5], device=where), 3 * h.block_size, 7 * h.block_size, h.max_doc_len)
         loss = net(*(x.to(where) for x in batch), schedule)
         loss.backward()
         losses.append(loss.item() / tokens)
@@ -244,7 +250,7 @@ def model(bench: Bench) -> tuple[str, dict]:
     loss_error = abs(losses[0] / losses[1] - 1)
     rows = [["loss", f"{loss_error:.2e}"], *([label, f"{error:.2e}"] for label, error in errors.items())]
     text = table(["gradient of", "relative error"], rows)
-    # bf16 keeps 8 bits, and eleven layers lose some of them; gates of 12 inputs are sums of small differences.
+    # bf16 keeps 8 bits, and the layers lose some of them; gates of 12 inputs are sums of small differences.
     worst = max(errors, key=errors.get)
     if loss_error > 5e-3 or errors[worst] > 0.2:
         raise SectionError(f"loss off by {loss_error:.2e}, the gradient of {worst} by {errors[worst]:.2e}", text, errors)
@@ -253,8 +259,27 @@ def model(bench: Bench) -> tuple[str, dict]:
 
 def flops_per_token(h) -> int:
     """Operations of the products with weights, forward and backward; attention's own products are not counted."""
-    vocab = -(-h.vocab_size // 128) * 128
-    return 6 * (10 * 4 * h.model_dim**2 + 11 * 2 * 4 * h.model_dim**2 + h.model_dim * vocab)
+    from bench.communication import model_parameters
+    from train_gpt import LAYERS, MLP_BANK_LAYERS
+
+    size = {label: math.prod(parameter.shape) for label, parameter in model_parameters(h).items()}
+    return 6 * (size["attn"] + size["mlp"] * len(LAYERS) // MLP_BANK_LAYERS + size["lm_head"])
+
+
+def stages_of(h) -> dict[str, range]:
+    """The steps of each stage: those in a row whose micro-batches and windows have one shape."""
+    from train_gpt import step_schedule
+
+    def shape(step: int) -> tuple:
+        now = step_schedule(step, h)
+        return now.batch_tokens, now.short_window, now.long_window, len(now.mtp_weights)
+
+    stages = {}
+    for _, group in itertools.groupby(range(h.total_iterations), shape):
+        steps = list(group)
+        name = "extension" if steps[0] >= h.num_scheduled_iterations else f"stage {len(stages) + 1}"
+        stages[name] = range(steps[0], steps[-1] + 1)
+    return stages
 
 
 def run(bench: Bench) -> tuple[str, dict]:
@@ -280,12 +305,12 @@ def run(bench: Bench) -> tuple[str, dict]:
     ends = {int(step): float(ms) / 1000 for step, ms in re.findall(r"^step:(\d+)/\d+ train_time:(\d+)ms", log, re.M)}
     memory = re.search(r"^peak memory.*", log, re.M)[0]
     rows, stages = [], []
-    bounds = [*(round(i * h.num_scheduled_iterations / 3) for i in range(4)), h.total_iterations]
-    for i, (first, last) in enumerate(zip(bounds, bounds[1:])):
-        steps = [ends[s] - ends[s - 1] for s in range(max(first + 2, last - 6), last + 1) if s - 1 in ends]
-        seconds = statistics.median(steps)
+    for name, steps in stages_of(h).items():
+        last = steps.stop  # step:7 ends step 6
+        seconds = statistics.median(
+            ends[s] - ends[s - 1] for s in range(max(steps.start + 2, last - 6), last + 1) if s - 1 in ends
+        )
         tokens = tg.step_schedule(last - 1, h).batch_tokens
-        name = "extension" if i == 3 else f"stage {i + 1}"
         achieved = flops_per_token(h) * tokens / seconds / bench.ranks()
         peak = next((value for chip, value in BF16_PEAK.items() if not bench.dry and chip in _gpu_name()), None)
         share = f"{achieved / peak:.1%}" if peak else ""
@@ -309,10 +334,10 @@ def _gpu_name() -> str:
 
 KINDS = {  # of GPU kernels, and of PyTorch's operators on a CPU, by name; the first that matches
     "attention": r"flash|fmha|attention|Banded|softmax|bmm",
-    "products": r"gemm|nvjet|cutlass|wgmma|sm90_xmma|_product_kernel|_relu_squared|aten::(add)?mm|baddbmm|_scaled_mm|fp8_",
-    "loss": r"_loss_kernel|cross_entropy|logsumexp",
+    "products": r"gemm|nvjet|cutlass|wgmma|sm90_xmma|product_kernel|relu_squared|aten::(add)?mm|baddbmm|_scaled_mm|fp8_",
+    "loss": r"loss_kernel|cross_entropy|logsumexp",
     "communication": r"nccl|gloo|c10d",
-    "copies": r"Memcpy|Memset|copy_|_transpose_kernel|_quantize_kernel",
+    "copies": r"Memcpy|Memset|copy_|transpose_kernel|quantize_kernel",
 }
 OTHER = "elementwise and other"
 
@@ -327,32 +352,35 @@ def profile(bench: Bench) -> tuple[str, dict]:
     from torch.profiler import ProfilerActivity
 
     import train_gpt as tg
+    from runtime.ranks import Ranks
 
     h = bench.settings()
     device = torch.device(bench.device)
-    ranks = tg.Ranks(0, 1, device)
+    ranks = Ranks(0, 1, device)
     if not bench.dry:
         torch._dynamo.config.recompile_limit = 64
-    _, manager = tg.build(h, ranks)
+    manager = tg.build(h, ranks)
     saved, started = manager.state_dict(), time.perf_counter()
-    tg.warm_up(manager, h, ranks)
+    tg.warm_up(manager, ranks)
     warm_up_seconds = time.perf_counter() - started
     changed = [path for path, same in _compare(saved, manager.state_dict()) if not same]
     rows, tops, data = [], [], {"warm_up": warm_up_seconds, "changed": changed, "steps": []}
-    for stage in range(3):
-        first = (stage * h.num_scheduled_iterations // 3 + 3) // 2 * 2
-        for step in (first, first + 1):
+    for stage, steps in stages_of(h).items():
+        if stage == "extension":  # stage 3 with wider windows
+            continue
+        pairs = [(step, step + 1) for step in steps[:-1] if step % 2 == 0]  # NorMuon alone, then Adam too
+        for step in pairs[:2][-1]:
             manager.advance_schedule(step)
-            tokens = manager.current.batch_tokens
-            loader = tg.distributed_data_generator(
-                tg.train_pattern(h), tokens, h.max_doc_len, micro_batches=h.micro_batches, rank=0, world_size=1, bos_id=h.bos_id
-            )
+            if manager.optimizer.tied and step > manager.split_step:
+                manager.optimizer.split_tied()
+            loader = tg.micro_batches(h, ranks, training=True, first_step=step)
             batch = [tg.to_device(next(loader), device) for _ in range(h.micro_batches)]
             loader.close()
 
             def passes() -> None:
                 for micro_batch in batch:
                     manager.model(*micro_batch, manager.forward_schedule()).backward()
+                    manager.optimizer.accumulate()
 
             for part, work in (("model", passes), ("optimizer", lambda: manager.step_optimizers(step))):
                 _synchronize(device)
@@ -367,15 +395,15 @@ def profile(bench: Bench) -> tuple[str, dict]:
                 for name, seconds in times.items():
                     shares[kind_of(name)] += seconds
                 shares["idle"] = max(0.0, wall - busy)
-                adam = "Adam" if manager.current.do_adam else "other"
-                label = f"stage {stage + 1}, {adam}, {part}"
+                adam = "Adam" if manager.current.do_adam else "NorMuon alone"
+                label = f"{stage}, {adam}, {part}"
                 parts = (f"{shares[kind] / wall:.0%}" for kind in (*KINDS, OTHER, "idle"))
                 rows.append([label, f"{1000 * wall:.1f}", *parts])
                 top = sorted(times.items(), key=lambda item: -item[1])[:8]
                 tops += [[label, name[:90], f"{1000 * seconds:.2f}", f"{seconds / wall:.0%}"] for name, seconds in top]
                 data["steps"].append({"step": label, "seconds": wall, "shares": shares, "top": top})
                 if part == "model" and not bench.dry:
-                    trace = f"{bench.report.name}-stage{stage + 1}-{adam}.trace.json"
+                    trace = f"{bench.report.name}-{stage}-{adam}.trace.json".replace(" ", "-")
                     prof.export_chrome_trace(str(bench.report.with_name(trace)))
     text = f"Warm-up from a filled compile cache: {warm_up_seconds:.0f} s; "
     text += f"state that it did not restore: {', '.join(changed) or 'none'}.\n\n"
@@ -429,21 +457,24 @@ def _kernel_times(prof, dry: bool) -> tuple[dict[str, float], float]:
 
 def memory(bench: Bench) -> tuple[str, dict]:
     """What a micro-batch keeps for its backward pass, from the shapes alone; on a GPU also the peak of such a pass."""
-    import torch
+    from bench.communication import model_parameters, state_bytes
+    from bench.settings import largest_batch
+    from train_gpt import Hyperparameters, param_table
 
-    import train_gpt as tg
-
-    rows, data = [], []
+    h, rows, data = Hyperparameters(), [], []
+    parameters = model_parameters(h)
+    vocab = parameters["embed"].shape[0]
     for micro_batches in (8, 16, 32):
-        tokens = 24 * 16384 // micro_batches
-        saved = saved_bytes(tokens)
+        tokens = largest_batch(h) // micro_batches
+        saved = saved_bytes(h, tokens)
         measured = "" if bench.dry else f"{_peak_of_a_pass(bench.settings(micro_batches=micro_batches), tokens) / 2**30:.2f}"
-        logits = 2 * 50304 * tg.Hyperparameters().val_batch_tokens // micro_batches
+        logits = vocab * h.val_batch_tokens // micro_batches * parameters["lm_head"].dtype.itemsize
         rows.append([micro_batches, f"{tokens:,}", f"{saved / 2**30:.2f}", f"{logits / 2**30:.2f}", measured])
         data.append({"micro_batches": micro_batches, "saved": saved, "validation_logits": logits, "peak": measured})
-    with torch.device("meta"):
-        sizes = {label: (param.numel(), param.dtype) for label, param in tg.GPT(50257, 11, 6, 128, 768, 64).named_parameters()}
-    fixed = sum(n * dtype.itemsize * 2 + n * (4 + 2 if label in ("attn", "mlp") else 8) for label, (n, dtype) in sizes.items())
+    fixed = 0
+    for label, row in param_table(h).items():
+        shape, dtype = parameters[label]
+        fixed += 2 * math.prod(shape) * dtype.itemsize + state_bytes(parameters[label], row)  # 2: weight and gradient
     header = ["micro-batches", "tokens each", "saved for backward, GiB", "logits of a validation pass, GiB"]
     header.append("measured: peak of a training pass above the state, GiB")
     text = table(header, rows)
@@ -451,18 +482,21 @@ def memory(bench: Bench) -> tuple[str, dict]:
     return text, {"rows": data, "fixed": fixed}
 
 
-def saved_bytes(tokens: int) -> int:
-    """Bytes that autograd keeps of a training pass of the record's model on a GPU, before the compiler saves some of them."""
+def saved_bytes(h, tokens: int) -> int:
+    """Bytes that autograd keeps of a training pass of the last stage on a GPU, before the compiler saves some of them."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    import train_gpt as tg
     import triton_kernels as tk
+    from bench.settings import model_of
+    from data.loader import default_doc_slots
+    from train_gpt import ForwardSchedule, step_schedule
+
+    now = step_schedule(h.num_scheduled_iterations - 1, h)
 
     storages: dict[int, int] = {}
-    as_on_gpu = [mock.patch.object(tg, "uses_flash", lambda x: True), mock.patch.object(tg, "fuses_head", lambda x: True)]
-    with FakeTensorMode(), as_on_gpu[0], as_on_gpu[1], mock.patch.object(tk, "uses_flash", lambda x: True):
-        net = tg.GPT(50257, 11, 6, 128, 768, tokens, fp8_head=True)
+    with FakeTensorMode(), tk.kernels_of("cuda"):
+        net = model_of(h, tokens, fp8_head=True)
         weights = {param.untyped_storage()._cdata for param in net.parameters()}
         kept = []
 
@@ -474,9 +508,10 @@ def saved_bytes(tokens: int) -> int:
             return x
 
         inputs, targets = torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64)
-        schedule = tg.ForwardSchedule(torch.ones(1), 640, 1408, 2048)
+        starts = torch.zeros(default_doc_slots(tokens), dtype=torch.int32)
+        schedule = ForwardSchedule(torch.tensor(now.mtp_weights), now.short_window, now.long_window, h.max_doc_len)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            net(inputs, targets, torch.zeros(128, dtype=torch.int32), schedule)
+            net(inputs, targets, starts, schedule)
     return sum(storages.values())
 
 
@@ -485,15 +520,20 @@ def _peak_of_a_pass(h, tokens: int) -> int:
     import torch
 
     import train_gpt as tg
+    from data.loader import synthetic_batch
+    from runtime.ranks import Ranks
 
-    ranks = tg.Ranks(0, 1, torch.device("cuda"))
-    net, manager = tg.build(h, ranks)
+    ranks = Ranks(0, 1, torch.device("cuda"))
+    manager = tg.build(h, ranks)
+    net = manager.model
+    manager.advance_schedule(h.num_scheduled_iterations - 1)
     for _ in range(2):
         net.zero_grad(set_to_none=False)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        net(*tg.synthetic_batch(tokens, h, ranks), manager.forward_schedule()).backward()
+        batch = synthetic_batch(tokens, vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
+        net(*tg.to_device(batch, ranks.device), manager.forward_schedule()).backward()
         torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -548,7 +588,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only: no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":  # must stand before Triton is imported: begin again
         command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)]
-        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}).returncode
+        environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, env=environ).returncode
     with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{scratch}/inductor")
         os.environ.setdefault("TRITON_CACHE_DIR", f"{scratch}/triton")

@@ -17,7 +17,8 @@ from statistics import mean, stdev
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 from bench.communication import expected_calls, markdown, model_parameters
-from train_gpt import param_table, parse_options
+from bench.settings import trainer_settings
+from train_gpt import param_table
 
 SETTINGS = dict(
     preset="demo", dtype="bfloat16", fp8_head="true", model_dim=64, num_heads=2, head_dim=32, micro_batches=8, batch_unit=64,
@@ -49,7 +50,7 @@ def main() -> None:
         for seed in range(seeds):
             losses.append(final_loss([*options, how, f"--seed={seed}"], ranks))
             print(f"{how} --seed={seed}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
-        h = parse_options([*options, how])
+        h = trainer_settings([*options, how])
         calls = expected_calls(model_parameters(h), param_table(h), ranks, True, False)
         spread = stdev(losses) if seeds > 1 else 0.0
         rows.append([grad_dtype, *(f"{loss:.4f}" for loss in losses), f"{mean(losses):.4f} ± {spread:.4f}",

@@ -1,4 +1,4 @@
-"""Every GPU kernel at the sizes of the record: what it must do, what it was compiled to, and on a GPU how fast it is.
+"""Every GPU kernel at the sizes of the record preset: what it must do, what it was compiled to, and on a GPU how fast it is.
 
     python bench/kernels.py              # one table; the measured columns appear on a CUDA machine
     python bench/kernels.py transpose    # only kernels whose name holds this
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -28,7 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import triton_kernels as tk
-from train_gpt import FP8_GRAD_SCALE, FP8_X_SCALE
+from bench.communication import model_parameters, rows_of
+from bench.settings import largest_batch
+from train_gpt import FP8_GRAD_SCALE, FP8_X_SCALE, PARAM_TABLE, Hyperparameters
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -38,7 +41,7 @@ MATRIX_LIMIT, SPECIAL_LIMIT = 989e12, 16 * 132 * 1.98e9
 MEMORY_LIMITS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 
 # Chips by compute capability: what the launches ask for, see triton_kernels.chip.
-CHIPS = {80: tk.Chip(108, 166912), 89: tk.Chip(128, 101376), 90: tk.Chip(132, 232448), 100: tk.Chip(148, 232448)}
+CHIPS = {80: tk.Chip(108, 163 * 1024), 89: tk.Chip(128, 99 * 1024), 90: tk.H100, 100: tk.Chip(148, tk.H100.shared_memory)}
 
 
 class Launch(NamedTuple):
@@ -60,15 +63,18 @@ class Resources(NamedTuple):
 
 @contextmanager
 def recorded_launches(capability: int) -> Iterator[list[Launch]]:
-    """What would be launched on a chip of this compute capability, in place of launching it."""
+    """What the kernels would launch on a chip of this compute capability, in place of launching it."""
     launches: list[Launch] = []
-    launch, chip = tk.launch, tk.chip
-    tk.launch = lambda kernel, grid, *args, **options: launches.append(Launch(kernel, grid, args, options | tk.OPTIONS))
-    tk.chip = lambda device: CHIPS[capability]
-    try:
+
+    def record(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        launches.append(Launch(kernel, grid, args, options | tk.OPTIONS))
+
+    with (
+        tk.kernels_of("cuda"),
+        mock.patch.object(tk, "launch", record),
+        mock.patch.object(tk, "chip", lambda device: CHIPS[capability]),
+    ):
         yield launches
-    finally:
-        tk.launch, tk.chip = launch, chip
 
 
 class _Target:
@@ -95,7 +101,8 @@ def compiled(launch: Launch, capability: int) -> Resources:
     finally:
         driver.set_active(None)  # the machine's own again, when somebody asks for it
     cubin = binary.asm["cubin"]
-    number = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dumped(cubin, "cuobjdump", "-res-usage"))}
+    usage = dumped(cubin, "cuobjdump", "-res-usage")
+    number = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return Resources(number["REG"], number["STACK"] + number["LOCAL"], binary.metadata.shared, binary.asm["ptx"], cubin)
 
 
@@ -131,7 +138,7 @@ class Case(NamedTuple):
     shape: str
     inputs: Callable[[Callable], tuple]  # of new(shape, dtype): a tensor on the device at hand
     run: Callable  # of the inputs: what launches the kernel
-    torch: tuple[Callable, ...]  # of the same inputs: PyTorch's ways of doing the same
+    torch: tuple[Callable, ...]  # of the same inputs, called inside kernels_of("cpu"): PyTorch's ways of doing the same
     operations: float
     must: float  # bytes: each input read once, each output written once
     moved: float  # bytes to and from memory, if L2 keeps what the kernel counts on
@@ -140,53 +147,57 @@ class Case(NamedTuple):
 
 
 def _cases() -> Iterator[Case]:
+    h = Hyperparameters()
+    rows = {label: rows_of(parameter, PARAM_TABLE[label]).shape for label, parameter in model_parameters(h).items()}
     # The banks of one rank of 8: 5 matrices of 768 x 768, 3 of 3072 x 768.
-    n, tall, dim, hidden = 5, 3, 768, 3072
-    square, attn, mlp = 2 * n * dim * dim, (n, dim, dim), (tall, hidden, dim)
+    attn, mlp = ((-(-matrices // 8), *shape) for matrices, *shape in (rows["attn"], rows["mlp"]))
+    (n, dim, _), (tall, hidden, _) = attn, mlp
+    square = 2 * n * dim * dim
     triangle = (dim // 128) * (dim // 128 + 1) / 2 / (dim // 128) ** 2  # the share of the tiles that are computed
     small = 2 * tall * dim * dim
     yield Case(
-        "XXT", f"{attn}", lambda new: (new(attn),), lambda X: tk._XXT_cuda(X, torch.empty_like(X)), (lambda X: X @ X.mT,),
+        "XXT", f"{attn}", lambda new: (new(attn),), lambda X: tk.XXT(X, torch.empty_like(X)), (lambda X: X @ X.mT,),
         2 * n * dim**3 * triangle, 2 * square, 2 * square, matrix=True,
     )  # fmt: skip
     yield Case(
-        "XTX", f"{mlp}", lambda new: (new(mlp),), lambda X: tk._XTX_cuda(X, X.new_empty(tall, dim, dim)),
+        "XTX", f"{mlp}", lambda new: (new(mlp),), lambda X: tk.XTX(X, X.new_empty(tall, dim, dim)),
         (lambda X: X.mT @ X,),
         2 * tall * dim * dim * hidden * triangle, 2 * tall * hidden * dim + small, 2 * tall * hidden * dim + small, matrix=True,
     )  # fmt: skip
     yield Case(
         "ba_plus_cAA", f"{attn}", lambda new: (new(attn),),
-        lambda A: tk._ba_plus_cAA_cuda(A, 0.5, 0.1, torch.empty_like(A)),
+        lambda A: tk.ba_plus_cAA(A, 0.5, 0.1, torch.empty_like(A)),
         (lambda A: torch.baddbmm(A, A, A.mT, beta=0.5, alpha=0.1),),
         2 * n * dim**3 * triangle, 2 * square, 2 * square, matrix=True,
     )  # fmt: skip
     yield Case(
         "aX_plus_BX", f"{attn}", lambda new: (new(attn), new(attn)),
-        lambda X, B: tk._product(B, X, X, torch.empty_like(X), 1.0, 2.0),
+        lambda X, B: tk.launch_product(B, X, X, torch.empty_like(X), 1.0, 2.0),
         (lambda X, B: torch.baddbmm(X, B, X, beta=2.0),),
         2 * n * dim**3, 3 * square, 3 * square, matrix=True,
     )  # fmt: skip
     yield Case(
         "aX_plus_XB", f"{mlp}", lambda new: (new(mlp), new((tall, dim, dim))),
-        lambda X, B: tk._product(X, B, X, torch.empty_like(X), 1.0, 2.0),
+        lambda X, B: tk.launch_product(X, B, X, torch.empty_like(X), 1.0, 2.0),
         (lambda X, B: torch.baddbmm(X, X, B, beta=2.0),),
         2 * tall * dim * dim * hidden, 4 * tall * hidden * dim + small, 4 * tall * hidden * dim + small, matrix=True,
     )  # fmt: skip
 
     # A micro-batch of the last stage.
-    T, V = 49152, 50304
+    T, V = largest_batch(h) // h.micro_batches, rows["lm_head"][1]
     flops, weights = 2 * T * dim * hidden, 2 * dim * hidden
     forward, backward = weights + 2 * T * (dim + hidden), weights + 2 * T * (dim + 2 * hidden)
     unfused = lambda x, w: torch.relu(x @ w.mT).square()
     yield Case(
         "relu_squared", f"{(T, dim)} x {(hidden, dim)}", lambda new: (new((T, dim)), new((hidden, dim))),
-        lambda x, w: tk._relu_squared(x, w, None), (unfused, torch.compile(unfused)), flops, forward, forward, matrix=True,
+        lambda x, w: tk.launch_relu_squared(x, w, None), (unfused, torch.compile(unfused)),
+        flops, forward, forward, matrix=True,
     )  # fmt: skip
     unfused_backward = lambda g, w, a: (g @ w.mT) * (2 * a.sqrt())
     yield Case(
         "relu_squared_backward", f"{(T, dim)} x {(hidden, dim)}",
         lambda new: (new((T, dim)), new((hidden, dim)), new((T, hidden)).abs()),
-        tk._relu_squared, (unfused_backward, torch.compile(unfused_backward)), flops, backward, backward, matrix=True,
+        tk.launch_relu_squared, (unfused_backward, torch.compile(unfused_backward)), flops, backward, backward, matrix=True,
     )  # fmt: skip
 
     def logits(new: Callable, tokens: int = T) -> tuple:
@@ -194,39 +205,39 @@ def _cases() -> Iterator[Case]:
 
     def plain(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple:
         logits = logits.detach().requires_grad_()
-        loss = tk._SoftcappedCrossEntropy.apply(logits, targets, weights)
+        loss = tk.softcapped_cross_entropy(logits, targets, weights)
         (grad,) = torch.autograd.grad(loss, logits)
-        return loss, *tk._quantize_fp8_both_reference(grad, FP8_GRAD_SCALE, E5M2)
+        return loss, *tk.quantize_fp8_both(grad, FP8_GRAD_SCALE, E5M2)
 
-    partial = 2 * 4 * T * triton.cdiv(V, tk._LOSS["WIDTH"])
+    partial = 2 * 4 * T * triton.cdiv(V, tk.LOSS["WIDTH"])
     yield Case(
         "loss_and_fp8_gradient", f"{(T, V)}", logits,
-        lambda x, t, w: tk._loss_and_fp8_gradient_cuda(x, t, w, FP8_GRAD_SCALE, E5M2), (torch.compile(plain),),
+        lambda x, t, w: tk.loss_and_fp8_gradient(x, t, w, FP8_GRAD_SCALE, E5M2), (torch.compile(plain),),
         5 * T * V, 4 * T * V, 4 * T * V + partial, fp8=True,
     )  # fmt: skip
-    reference = tk._SoftcappedCrossEntropy.apply
+    loss = tk.softcapped_cross_entropy
     yield Case(
-        "cross_entropy", f"{(T, V)}", logits, lambda x, t, w: tk._loss(x, t, w), (reference, torch.compile(reference)),
+        "cross_entropy", f"{(T, V)}", logits, tk.launch_loss, (loss, torch.compile(loss)),
         2 * T * V, 2 * T * V, 2 * T * V + partial,
     )  # fmt: skip
     yield Case(
         "cross_entropy_backward", f"{(T, V)}", lambda new: (*logits(new), new((T,), FP32).abs() + 12),
-        lambda x, t, w, lse: tk._loss(x, t, w, lse, torch.empty_like(x)), (), 3 * T * V, 4 * T * V, 4 * T * V,
+        lambda x, t, w, lse: tk.launch_loss(x, t, w, lse, torch.empty_like(x)), (), 3 * T * V, 4 * T * V, 4 * T * V,
     )  # fmt: skip
-    both = lambda x: tk._quantize_fp8_both_reference(x, FP8_X_SCALE, E4M3)
+    both = lambda x: tk.quantize_fp8_both(x, FP8_X_SCALE, E4M3)
     for name, shape in (("quantize_fp8_both, x", (T, dim)), ("quantize_fp8_both, w", (dim, V))):
         size = 4 * shape[0] * shape[1]
         yield Case(
             name, f"{shape}", lambda new, shape=shape: (new(shape),),
-            lambda x: tk._quantize_fp8_both_cuda(x, FP8_X_SCALE, E4M3), (both, torch.compile(both)), 0, size, size, fp8=True,
+            both, (both, torch.compile(both)), 0, size, size, fp8=True,
         )  # fmt: skip
     yield Case(
-        "transpose_add", f"{(V, dim)} into {(dim, V)}", lambda new: (new((V, dim)), new((dim, V))), tk._transpose_add_cuda,
-        (tk._transpose_add_reference, torch.compile(tk._transpose_add_reference)), 0, 6 * V * dim, 6 * V * dim,
+        "transpose_add", f"{(V, dim)} into {(dim, V)}", lambda new: (new((V, dim)), new((dim, V))), tk.transpose_add,
+        (tk.transpose_add, torch.compile(tk.transpose_add)), 0, 6 * V * dim, 6 * V * dim,
     )  # fmt: skip
     yield Case(
-        "transpose_copy", f"{(dim, V)} into {(V, dim)}", lambda new: (new((dim, V)), new((V, dim))), tk._transpose_copy_cuda,
-        (tk._transpose_copy_reference, torch.compile(tk._transpose_copy_reference)), 0, 4 * V * dim, 4 * V * dim,
+        "transpose_copy", f"{(dim, V)} into {(V, dim)}", lambda new: (new((dim, V)), new((V, dim))), tk.transpose_copy,
+        (tk.transpose_copy, torch.compile(tk.transpose_copy)), 0, 4 * V * dim, 4 * V * dim,
     )  # fmt: skip
 
 
@@ -234,7 +245,7 @@ CASES = {case.name: case for case in _cases()}
 
 
 def launch_of(case: Case, capability: int) -> Launch:
-    """What the case launches at the record's size. No memory is taken: its tensors are shapes alone."""
+    """What the case launches at the record preset's size. No memory is taken: its tensors are shapes alone."""
     with recorded_launches(capability) as launches:
         case.run(*case.inputs(lambda shape, dtype=BF16: torch.empty(shape, device="meta", dtype=dtype)))
     (launch,) = launches
@@ -285,8 +296,10 @@ def median_time(function: Callable, inputs: list[tuple], repeats: int = 30) -> f
 def measured_row(case: Case, memory: float) -> list[str]:
     copies = max(1, min(8, int(200e6 / case.must) + 1))  # together four times an H100's L2
     inputs = [case.inputs(random_input) for _ in range(copies)]
-    seconds = median_time(case.run, inputs)
-    others = [median_time(function, inputs) for function in case.torch]
+    with tk.kernels_of("cuda"):
+        seconds = median_time(case.run, inputs)
+    with tk.kernels_of("cpu"):  # the references
+        others = [median_time(function, inputs) for function in case.torch]
     ratio = f"{min(others) / seconds:.2f}" if others else ""
     return [f"{1e6 * seconds:.4g}", f"{limit(case, memory) / seconds:.0%}", ratio]
 
@@ -307,7 +320,7 @@ def main() -> None:
         sys.exit(f"bench/kernels.py: no option {', '.join(options)}; there is --loops, and a part of a kernel's name")
     if options:
         return print_loops(wanted)
-    header = ["kernel", "at the record", "operations", "must move, MB", "moves, MB"]
+    header = ["kernel", "at the record preset", "operations", "must move, MB", "moves, MB"]
     header += [f"limit {name}, µs" for name in MEMORY_LIMITS] + ["registers", "spilled", "shared memory, bytes"]
     gpu = torch.cuda.is_available()
     if gpu:

@@ -22,7 +22,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.communication import markdown
-from train_gpt import Clock, NorMuonAndAdam, Ranks, TrainingManager, build, join_ranks, parse_options
+from bench.settings import trainer_settings
+from runtime.log import Clock
+from runtime.ranks import Ranks, join_ranks
+from train_gpt import NorMuonAndAdam, TrainingManager, build
 
 STEPS, WARM_UP = 12, 4  # of each kind
 PHASES = ("reduce", "wait", "update", "gather")
@@ -100,10 +103,10 @@ def slowest(times: dict[Any, float], ranks: Ranks) -> dict[Any, float]:
 
 
 def main() -> None:
-    h = parse_options(None)
+    h = trainer_settings()
     ranks = join_ranks()
     with patch("train_gpt.NorMuonAndAdam", TimedOptimizer):
-        _, manager = build(h, ranks)
+        manager = build(h, ranks)
     optimizer = manager.optimizer
     kinds = {"NorMuon alone": (False, True), "with Adam, tied": (True, True), "with Adam, split": (True, False)}
     for name, (do_adam, tied) in kinds.items():
@@ -119,7 +122,7 @@ def main() -> None:
         medians = {key: statistics.median(values[WARM_UP:]) for key, values in parts.items()}
         medians["", "whole"] = statistics.median(whole[WARM_UP:])
         medians = slowest(medians, ranks)
-        if ranks.main:
+        if ranks.first:
             labels = [label for label in optimizer.work_order if (label, "update") in medians]
             rows = [[label, *(medians.get((label, phase), 0.0) for phase in PHASES)] for label in labels]
             rows.append(["**sum**", *(sum(row[1 + i] for row in rows) for i in range(len(PHASES)))])

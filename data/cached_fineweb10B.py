@@ -1,7 +1,7 @@
 """Fetches FineWeb as ready-made GPT-2 token shards: `python data/cached_fineweb10B.py 9`.
 
 The shards are those of the dataset `kjj0/fineweb10B-gpt2` on the Hugging Face hub: one for validation and 103 for training,
-of 100M tokens (200 MB) each. Nine are more than the record's schedule reads. HF_ENDPOINT names a mirror.
+of 100M tokens (200 MB) each. Nine are more than the record preset reads. HF_ENDPOINT names a mirror.
 
 Shards that are here and whole are left alone, so the same command finishes what an earlier one began; one that is too short,
 too long or something else is fetched again. A connection that drops is taken up where it broke, as far as huggingface_hub can.

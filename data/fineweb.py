@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.cached_fineweb10B import fetch, with_retries
-from data.local_text import document_tokens, load_encoding
+from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
     shard_name, verify_shard, write_json,
@@ -132,7 +132,7 @@ def tokenise(path: Path, row_group: int, encoding_name: str) -> np.ndarray:
     documents = [np.empty(0, dtype=np.uint16)]
     with ParquetFile(path) as file:
         for batch in file.iter_batches(1024, row_groups=[row_group], columns=["text"], use_threads=False):
-            documents += [document_tokens(encoding, text) for text in batch.column(0).to_pylist() if text is not None]
+            documents += [encoding.document(text) for text in batch.column(0).to_pylist() if text is not None]
     return np.concatenate(documents)
 
 

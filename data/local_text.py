@@ -18,62 +18,23 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
-import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, MAX_TOKEN, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
-    shard_name, verify_shard, write_json,
+    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, shard_name,
+    verify_shard, write_json,
 )
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 DOCUMENT_BYTES = 2040  # with end-of-text still below the 2,048 tokens at which training cuts documents
 VALIDATION_SHARE = 1 / 20
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Encodings
-
-
-def byte_encoding() -> tiktoken.Encoding:
-    """The encoding "bytes": token b is the byte b, token 256 is end-of-text."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    special = {"<|endoftext|>": 256}
-    return tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens=special, explicit_n_vocab=257)
-
-
-@lru_cache
-def load_encoding(name: str) -> tiktoken.Encoding:
-    """`byte_encoding()` for "bytes", else tiktoken's of that name. Raises DataError if it can't be had or has ids > 65535."""
-    if name == "bytes":
-        return byte_encoding()
-    known = tiktoken.list_encoding_names()
-    if name not in known:
-        raise DataError(f"no encoding is called {name!r}; there are: bytes, {', '.join(known)}")
-    try:
-        encoding = tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:
-        advice = "tiktoken fetches it once and keeps it in TIKTOKEN_CACHE_DIR; --encoding bytes needs no network"
-        raise DataError(f"the encoding {name!r} could not be loaded ({error}): {advice}") from error
-    if encoding.max_token_value > MAX_TOKEN:
-        raise DataError(f"encoding {name!r} has ids up to {encoding.max_token_value}; a shard takes them up to {MAX_TOKEN}")
-    return encoding
-
-
-def document_tokens(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
-    """End-of-text and the tokens of `text`: (N,) uint16. Special tokens spelled out in the text are ordinary text."""
-    if encoding.name == "bytes":
-        ids = np.frombuffer(text.encode(), dtype=np.uint8)  # what the encoding gives, a hundred times as fast
-    else:
-        ids = np.array(encoding.encode_ordinary(text), dtype=np.uint16)
-    return np.concatenate(([encoding.eot_token], ids), dtype=np.uint16, casting="unsafe")
-
+PROGRAM = (Path(__file__), Path(__file__).with_name("encodings.py"))  # what turns text into tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Files
@@ -176,8 +137,8 @@ def split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object]:
-    """All that decides what the shards hold: the options, this program, and the names, sizes and times of the files."""
-    fingerprint = blake2b(Path(__file__).read_bytes(), digest_size=16)
+    """All that decides what the shards hold: the options, the program, and the names, sizes and times of the files."""
+    fingerprint = blake2b(b"".join(path.read_bytes() for path in PROGRAM), digest_size=16)
     for name, path in files.items():
         status = path.stat()
         fingerprint.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
@@ -215,11 +176,11 @@ def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[s
         for name, members in splits.items():
             writer = ShardWriter(args.output, lambda index: shard_name("local", name, index), args.shard_tokens)
             for document in members:
-                writer.add(document_tokens(encoding, document.decode()))
+                writer.add(encoding.document(document.decode()))
                 bar.update()
             writer.close()
             shards |= writer.written
-    manifest = {"encoding": encoding.name, "vocab_size": encoding.n_vocab, "bos_id": encoding.eot_token}
+    manifest = {"encoding": encoding.name, "vocab_size": encoding.vocab_size, "bos_id": encoding.end_of_text}
     manifest |= {"files": readable, "skipped_files": len(files) - readable, "documents": len(documents)}
     manifest |= {"bytes": sum(map(len, documents)), "shards": shards, "recipe": wanted}
     write_json(args.output / "manifest.json", manifest)

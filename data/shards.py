@@ -1,4 +1,4 @@
-"""Token shards: the one place that writes, reads and verifies them.
+"""Token shards: the one place that knows their format, for the tools that make them and the trainer that reads them.
 
 A shard is 1,024 bytes of header and then the tokens, all little-endian:
 
@@ -11,6 +11,7 @@ here is written under another name first.
 """
 
 import argparse
+import errno
 import fcntl
 import json
 import os
@@ -30,7 +31,7 @@ MAX_TOKEN = 2**16 - 1
 
 
 class DataError(ValueError):
-    """Something the user can mend; the message says what and how. The tools print it as one line and exit with 1."""
+    """Data that are missing, broken, foreign or too few. The message says what, where and how to mend it."""
 
 
 class ShardError(DataError):
@@ -74,41 +75,67 @@ def write_shard(path: Path | str, tokens: Iterable[int]) -> int:
 
 
 def verify_shard(path: Path | str) -> int:
-    """The number of tokens in the shard at `path`, checked against its size. Reads the header only.
+    """The number of tokens in the shard at `path`, by its header and its size; the tokens are not read.
 
-    Raises ShardError, naming the file and the numbers, if there is no such file, if it does not begin with the header of a
-    shard, or if it is longer or shorter than its header says.
+    Raises ShardError, naming file and numbers, if there is no such file, if it does not begin with the header of a shard, or
+    if it is longer or shorter than its header says. Raises OSError if it is there and cannot be opened.
     """
+    with open_shard(path) as (_, count):
+        return count
+
+
+def read_shard(path: Path | str, vocab_size: int | None = None) -> np.ndarray:
+    """The tokens of the shard at `path`: (N,) uint16, in memory. vocab_size: all ids must be below it.
+
+    Raises ShardError, naming file and numbers, if the file is not a whole shard, cannot be read, or holds a larger id.
+    """
+    # Not np.memmap: a file written over would change the tokens under a run, and one cut short would end it by SIGBUS, without
+    # a message. The checks and the search for documents read all of it anyway: 200 MB a shard, in the loader's thread.
+    try:
+        with open_shard(path) as (file, count):
+            tokens = np.fromfile(file, dtype="<u2", count=count)
+    except OSError as error:
+        raise ShardError(f"{path}: cannot be read: {error.strerror or error}: check the file and its disk") from error
+    if len(tokens) != count:
+        read = f"ended after {len(tokens):,} of its {count:,} tokens while it was read"
+        raise ShardError(f"{path}: {read}: leave shards alone while they are in use")
+    if vocab_size is not None and (largest := int(tokens.max())) >= vocab_size:
+        raise ShardError(
+            f"{path}: holds token {largest}, but the vocabulary ends at {vocab_size}: other shards, or --vocab_size?"
+        )
+    return tokens
+
+
+@contextmanager
+def open_shard(path: Path | str) -> Iterator[tuple[BinaryIO, int]]:
+    """The open file, at its first token, and the number of its tokens. Raises ShardError, OSError as verify_shard does."""
     path = Path(path)
     if not path.is_file():
-        raise ShardError(f"{path}: no such file; make or fetch it")
+        raise ShardError(f"{path}: {'is not a file' if path.exists() else 'no such file'}; make or fetch it")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        header = np.frombuffer(file.read(HEADER_BYTES)[: HEADER_BYTES // 4 * 4].ljust(HEADER_BYTES, b"\0"), dtype="<i4")
-    magic, version, count = (int(number) for number in header[:3])
-    expected = HEADER_BYTES + 2 * count
-    if size == 0:
-        problem = "is empty (0 bytes)"
-    elif size < HEADER_BYTES:
-        problem = f"has {size} bytes, fewer than the {HEADER_BYTES} of a header"
-    elif magic != MAGIC:
-        problem = f"is no token shard: magic number {magic}, not {MAGIC}"
-    elif version != VERSION:
-        problem = f"has version {version}; only version {VERSION} is known"
-    elif count < 1:
-        problem = f"says it holds {count} tokens"
-    elif size != expected:
-        wrong = f"{expected - size} too few" if size < expected else f"{size - expected} too many"
-        problem = f"says it holds {count} tokens, which makes {expected} bytes, but has {size} ({wrong})"
-    else:
-        return count
-    raise ShardError(f"{path}: {problem}; make or fetch it again")
-
-
-def read_shard(path: Path | str) -> np.memmap:
-    """The tokens of the shard at `path`: read-only, (N,) uint16, mapped from the file. Raises ShardError if it is not whole."""
-    count = verify_shard(path)
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+        header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
+        magic, version, count = (int(number) for number in header[:3])
+        expected = HEADER_BYTES + 2 * count
+        if size == 0:
+            problem = "is empty (0 bytes)"
+        elif size < HEADER_BYTES:
+            problem = f"has {size} bytes, fewer than the {HEADER_BYTES:,} of a header"
+        elif magic != MAGIC:
+            problem = f"is not a token shard: magic number {magic}, not {MAGIC}"
+        elif version != VERSION:
+            problem = f"has version {version}; only version {VERSION} is known"
+        elif count < 1:
+            problem = f"its header names {count} tokens"
+        elif size != expected:
+            wrong = f"{expected - size:,} too few" if size < expected else f"{size - expected:,} too many"
+            names = f"its header names {count:,} tokens, which makes {expected:,} bytes"
+            problem = f"{names}, but it has {size:,} ({wrong}): truncated or damaged"
+        else:
+            problem = ""
+        if problem:
+            raise ShardError(f"{path}: {problem}; make or fetch it again")
+        yield file, count
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,19 +187,22 @@ class ShardWriter:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the three tools share
+# Files that are whole at any moment
 
 
 @contextmanager
 def whole_file(path: Path | str) -> Iterator[BinaryIO]:
-    """A file to write that appears as `path` at the end of the block, whole and on disk, and not at all after an error.
+    """A file to write. At the end of the block it takes the name `path`, whole and on disk; after an error it is gone.
 
-    Until then it is `{path}.tmp`. One left by a killed process is overwritten by the next; `locked` keeps two apart.
+    Written beside its place, as `{path}.tmp`, then renamed, so that `path` is the old file or the new one and never a part.
+    A killed process leaves its `.tmp`, which the next one overwrites. Two writers of one path must be kept apart: `locked`.
+    Raises OSError.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
+    file = open(temporary, "wb")
     try:
-        with open(temporary, "wb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -180,11 +210,28 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the names in `folder` on disk: a rename outlives a power cut only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot, and have nothing to wait for
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, content: Any) -> None:
     with whole_file(path) as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the tools share
 
 
 @contextmanager

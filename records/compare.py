@@ -7,101 +7,17 @@ Each of them is a log, a folder of logs (*.txt, *.log, at any depth) or a glob i
 
 import argparse
 import difflib
-import glob
-import itertools
 import json
 import math
 import statistics
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from runlog import PER_RUN, RunLog, read_log
+from groups import Group, InputError, gather, short_names
+from runlog import RunLog
 
 P = 0.01  # the significance that a record needs
 POWER = 0.8  # the chance of reaching it at which a number of runs "would settle it"
 MOST_RUNS = 10_000
-
-
-@dataclass
-class Group:
-    """The logs of one argument: complete runs of one recipe, and what was set aside, with the reason."""
-
-    name: str
-    runs: list[RunLog] = field(default_factory=list)
-    aside: list[tuple[RunLog, str]] = field(default_factory=list)
-
-    @property
-    def times(self) -> list[float]:
-        """Training times in seconds, of the runs whose last line tells it."""
-        return [run.seconds for run in self.runs if run.seconds is not None]
-
-    @property
-    def losses(self) -> list[float]:
-        return [run.loss for run in self.runs]
-
-
-class InputError(Exception):
-    """Arguments that cannot be compared; the message says which and what to do."""
-
-
-# -----------------------------------------------------------------------------
-# Logs
-
-
-def find_logs(argument: str) -> list[Path]:
-    """The logs that an argument names, sorted. Raises InputError if there is none."""
-    path = Path(argument)
-    if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".log") and file.name != "requirements.txt")
-        if not found:
-            raise InputError(f"{argument}: no *.txt or *.log in this folder")
-        return found
-    if path.exists():
-        return [path]
-    found = sorted(Path(name) for name in glob.glob(argument, recursive=True))
-    if not found:
-        raise InputError(f"{argument}: no such log or folder, and nothing matches it as a glob")
-    return [log for match in found for log in (find_logs(str(match)) if match.is_dir() else [match])]
-
-
-def gather(name: str, *arguments: str) -> Group:
-    """Read the logs of arguments, and set aside what must not be averaged in. Raises InputError if no run is left."""
-    group = Group(name)
-    complete, seen = [], {}
-    for path in dict.fromkeys(log for argument in arguments for log in find_logs(argument)):
-        log = read_log(path)
-        content = (log.recipe, tuple(log.times.values()), tuple(log.validations))
-        if log.fault:
-            group.aside.append((log, log.fault))
-        elif log.times and content in seen:
-            group.aside.append((log, f"the same run as {seen[content]}"))
-        else:
-            seen[content] = path
-            complete.append(log)
-    if not complete:
-        reasons = "\n".join(f"  {log.path}: {reason}" for log, reason in group.aside)
-        raise InputError(f"{', '.join(arguments)}: none of {len(group.aside)} logs is a complete run:\n{reasons}")
-    usual, _ = Counter(log.recipe for log in complete).most_common(1)[0]
-    for log in complete:
-        if log.recipe == usual:
-            group.runs.append(log)
-        else:
-            kinds = ("other sources", "other settings", "another number of steps")
-            differs = [kind for kind, a, b in zip(kinds, log.recipe, usual, strict=True) if a != b]
-            group.aside.append((log, f"made with {' and '.join(differs)} than most here"))
-    return group
-
-
-def short_names(arguments: list[str]) -> list[str]:
-    """The last path components of the arguments, as many as tell them apart."""
-    parts = [Path(argument).parts or (argument,) for argument in arguments]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 # -----------------------------------------------------------------------------
@@ -200,7 +116,7 @@ def summary(group: Group, baseline: Group | None, target: float) -> dict:
         "times": [run.seconds for run in group.runs],
         "logs": [str(run.path) for run in group.runs],
         "set_aside": [{"log": str(log.path), "reason": reason} for log, reason in group.aside],
-        "problems": [{"log": str(log.path), "problem": problem} for log in everything(group) for problem in log.problems],
+        "problems": [{"log": str(log.path), "problem": problem} for log in group.logs for problem in log.problems],
     }
     if baseline:
         figures |= {
@@ -211,10 +127,6 @@ def summary(group: Group, baseline: Group | None, target: float) -> dict:
         }
     figures["verdict"] = verdict(group, baseline, target, figures)
     return figures
-
-
-def everything(group: Group) -> list[RunLog]:
-    return [*group.runs, *(log for log, _ in group.aside)]
 
 
 def verdict(group: Group, baseline: Group | None, target: float, figures: dict) -> str:
@@ -332,25 +244,27 @@ def changed(baseline: Group, group: Group) -> str:
 
 
 def source_diffs(a: RunLog, b: RunLog) -> list[tuple[str, list[str]]]:
-    """(file, unified diff) of each source that differs; the scripts are compared whatever their names."""
-    pairs = [(*next(iter(log.sources.items()), ("train_gpt.py", b"")),) for log in (a, b)]
-    others = [dict(itertools.islice(log.sources.items(), 1, None)) for log in (a, b)]
-    files = [(pairs[0], pairs[1])]
-    files += [((name, others[0].get(name, b"")), (name, others[1].get(name, b""))) for name in sorted({*others[0], *others[1]})]
+    """(path, unified diff) of each source that differs; the scripts are compared whatever their names."""
+    files = [(*a.script, *b.script)]
+    for name in sorted({*a.modules, *b.modules}):
+        files.append((name, a.modules.get(name), name, b.modules.get(name)))
     diffs = []
-    for (name_a, source_a), (name_b, source_b) in files:
+    for name_a, source_a, name_b, source_b in files:
         if source_a != source_b:
-            lines = [source.decode("utf-8", "replace").splitlines() for source in (source_a, source_b)]
-            diffs.append((name_b, [*difflib.unified_diff(*lines, f"{a.path}: {name_a}", f"{b.path}: {name_b}", lineterm="")]))
+            titles = [f"{log.path}: {name if source is not None else '(none)'}"
+                      for log, name, source in ((a, name_a, source_a), (b, name_b, source_b))]  # fmt: skip
+            lines = [(source or b"").decode("utf-8", "replace").splitlines() for source in (source_a, source_b)]
+            diff = [*difflib.unified_diff(*lines, *titles, lineterm="")]
+            diffs.append((name_b, diff or [f"--- {titles[0]}", f"+++ {titles[1]}"]))  # empty, or other line breaks
     return diffs
 
 
 def environment_differences(a: RunLog, b: RunLog) -> list[tuple[str, str, str]]:
     """(what, before, after) of versions, devices and settings that differ."""
     found = []
-    for before, after, prefix in ((a.facts, b.facts, ""), (a.settings, b.settings, "--")):
+    for before, after, prefix in ((a.facts, b.facts, ""), (a.recipe_settings, b.recipe_settings, "--")):
         for name in dict.fromkeys((*before, *after)):
-            if before.get(name) != after.get(name) and (not prefix or name not in PER_RUN):
+            if before.get(name) != after.get(name):
                 found.append((prefix + name, before.get(name, "(none)"), after.get(name, "(none)")))
     return found
 

@@ -1,13 +1,15 @@
-"""Write back the sources of a run from its log, byte for byte.
+"""Write back the sources of a run from its log: every file at its path, byte for byte.
 
 python records/extract.py LOG FOLDER [--force]
 """
 
 import argparse
 import os
+import shlex
 import shutil
 import tempfile
-from pathlib import Path
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from runlog import read_log
 
@@ -19,32 +21,67 @@ class ExtractError(Exception):
 def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
     """Write the log's sources into `folder`, made if need be; the paths, the script's first.
 
-    On error nothing is written. Raises ExtractError if the log has no whole sources, if a file's name is not plain, or if a
-    file exists and not `force`; OSError if the folder cannot be written to.
+    On error everything is as it was. Raises ExtractError if the log has no whole sources, if a file's path leaves the folder,
+    or if a file exists and not `force`; OSError if the folder cannot be written to.
     """
     log = read_log(log_path)
     if not log.sources:
         raise ExtractError(f"{log_path}: no sources in this log ({log.fault or 'it begins with step lines'})")
     for name in log.sources:
-        if Path(name).name != name or name in ("", ".", "..") or not name.isprintable():
-            raise ExtractError(f"{log_path}: names a source {name!r}: not a plain file name, nothing written")
+        if fault := path_fault(name, log.sources):
+            raise ExtractError(f"{log_path}: names a source {name!r}: {fault}; nothing written")
+    check_folder(folder, log.sources, force)
     paths = [folder / name for name in log.sources]
-    existing = [str(path) for path in paths if os.path.lexists(path)]
-    if existing and not force:
-        raise ExtractError(f"{', '.join(existing)} exists: choose another folder, or --force to overwrite")
-    if folder.exists() and not folder.is_dir():
-        raise ExtractError(f"{folder}: not a folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".extract-", dir=folder if folder.is_dir() else folder.parent))
-    try:
-        for name, source in log.sources.items():
-            (staging / name).write_bytes(source)
-        folder.mkdir(exist_ok=True)
-        for path in paths:
-            os.replace(staging / path.name, path)
-    finally:
-        shutil.rmtree(staging)
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".extract-", dir=existing) as staging, ExitStack() as undo:
+        new, old = ([Path(staging, f"{age}{i}") for i in range(len(paths))] for age in ("new", "old"))
+        for path, source in zip(new, log.sources.values(), strict=True):
+            path.write_bytes(source)
+        for i, path in enumerate(paths):
+            for parent in reversed(path.parents):
+                if not parent.is_dir():
+                    parent.mkdir()
+                    undo.callback(parent.rmdir)
+            if os.path.lexists(path):
+                shutil.copy2(path, old[i], follow_symlinks=False)
+                undo.callback(os.replace, old[i], path)
+            else:
+                undo.callback(path.unlink, missing_ok=True)
+            os.replace(new[i], path)
+        undo.pop_all()
     return paths
+
+
+def path_fault(name: str, names: dict[str, bytes]) -> str:
+    """Why `name`, one of `names`, is not the path of a file below a folder, on any system; "" if it is."""
+    windows = PureWindowsPath(name)
+    if not name.isprintable():
+        return "not printable"
+    if "\\" in name:
+        return "has a backslash"
+    if windows.drive or windows.root:
+        return "not a relative path"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "has an empty part, . or .."
+    if files := [str(parent) for parent in PurePosixPath(name).parents if str(parent) in names]:
+        return f"{files[0]} is a file of this log too, and cannot be a folder"
+    return ""
+
+
+def check_folder(folder: Path, names: dict[str, bytes], force: bool) -> None:
+    """Raise ExtractError if files of these names cannot be written into the folder, or are there and not `force`."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ExtractError(f"{folder}: not a folder")
+    for parent in sorted({folder / parent for name in names for parent in PurePosixPath(name).parents} - {folder}):
+        if parent.is_symlink():
+            raise ExtractError(f"{parent} is a link: choose another folder, or remove it")
+        if parent.exists() and not parent.is_dir():
+            raise ExtractError(f"{parent} is a file where a folder must be: choose another folder, or remove it")
+    existing = [folder / name for name in names if os.path.lexists(folder / name)]
+    if folders := [str(path) for path in existing if path.is_dir() and not path.is_symlink()]:
+        raise ExtractError(f"{', '.join(folders)} is a folder where a file must be: choose another folder, or remove it")
+    if existing and not force:
+        raise ExtractError(f"{', '.join(map(str, existing))} exists: choose another folder, or --force to overwrite")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("log", type=Path, metavar="LOG")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to; made if need be")
-    parser.add_argument("--force", action="store_true", help="overwrite files of the same names")
+    parser.add_argument("--force", action="store_true", help="overwrite files of the same paths")
     options = parser.parse_args(argv)
     try:
         paths = extract(options.log, options.folder, options.force)
@@ -62,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"extract.py: error: {error}") from None
     for path in paths:
         print(path)
-    print(f"run it: ./run.sh {paths[0]}")
+    print(f"run it: ./run.sh {shlex.quote(str(paths[0]))}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The history of records, from the logs in records/*/ and the record.toml beside them.
 
-    python records/history.py                     write the table in records/README.md and each record's README.md anew
+    python records/history.py                     write the tables of records and each record's page anew
     python records/history.py --check             write nothing; exit code 1 if any of them is out of date
+    python records/history.py --picture NAME      draw records/NAME/loss.png anew: loss against time
     python records/history.py --add NAME LOG… --description TEXT --contributors NAME,… [--baseline NAME]
-                                                  copy logs into records/NAME/, write its record.toml, draw its picture
+                                                  copy logs into records/NAME/, write its record.toml, draw its pictures
 
 record.toml: description, date (year-month-day), contributors (a list), track (what the record is of), target (the loss to be
 below) and, if it has one, baseline (another record's folder).
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import compare
+from groups import Group, InputError, gather
 
 RECORDS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- history: written by history.py -->", "<!-- history ends -->"
@@ -36,7 +38,7 @@ class Record:
     contributors: list[str]
     track: str
     target: float
-    group: compare.Group
+    group: Group
     baseline: str | None = None
 
 
@@ -51,15 +53,15 @@ def read_record(folder: Path) -> Record:
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
         datetime.date.fromisoformat(metadata["date"])
     except (ValueError, OSError) as error:
-        raise compare.InputError(f"{path}: {error}") from None
-    group = compare.gather(folder.name, str(folder))
-    for log in compare.everything(group):
+        raise InputError(f"{path}: {error}") from None
+    group = gather(folder.name, str(folder))
+    for log in group.logs:
         log.path = log.path.relative_to(folder)
     return Record(folder=folder, group=group, **metadata)
 
 
-def table(records: list[Record]) -> str:
-    """The history as Markdown: a table a track, newest first."""
+def table(records: list[Record], here: str = "") -> str:
+    """The history as Markdown: a table a track, newest first. here: what leads from the page to the records' folders."""
     lines = []
     for track in sorted({record.track for record in records}):
         of_track = sorted((record for record in records if record.track == track), key=lambda r: (r.date, r.folder.name))
@@ -71,7 +73,7 @@ def table(records: list[Record]) -> str:
             "|---" * 7 + "|",
         ]
         for number, record in reversed([*enumerate(of_track, 1)]):
-            name, times = record.folder.name, record.group.times
+            name, times = f"{here}{record.folder.name}", record.group.times
             cells = [
                 f"[{number}]({name}/README.md)",
                 f"{compare.mean(times):.1f} s",
@@ -92,7 +94,7 @@ def page(record: Record, records: dict[str, Record]) -> str:
     groups = [record.group]
     if record.baseline:
         if record.baseline not in records:
-            raise compare.InputError(f"{record.folder / 'record.toml'}: no record is named {record.baseline!r} (baseline)")
+            raise InputError(f"{record.folder / 'record.toml'}: no record is named {record.baseline!r} (baseline)")
         groups.insert(0, records[record.baseline].group)
     console = Console(file=io.StringIO(), width=1000, color_system=None)
     compare.report(groups, record.target, console)
@@ -105,48 +107,62 @@ def page(record: Record, records: dict[str, Record]) -> str:
         f"{record.date}, {', '.join(record.contributors)}. Track: {record.track}.\n\n"
         f"{grid}\n\n```\n{rest}\n```\n{picture}\n"
         f"The source: `python records/extract.py records/{record.folder.name}/{log} again`, "
-        f"then `./run.sh again/{next(iter(record.group.runs[0].sources), 'train_gpt.py')}`.\n"
+        f"then `./run.sh again/{record.group.runs[0].script[0]}`.\n"
     )
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """What the README.md of `root`, and of each record in it, should hold. Raises InputError."""
+    """What the README.md of `root`, that above it if it has a table, and each record's should hold. Raises InputError."""
     records = {path.parent.name: read_record(path.parent) for path in sorted(root.glob("*/record.toml"))}
-    readme = root / "README.md"
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise compare.InputError(f"{readme}: the lines {BEGIN!r} and {END!r}, between which the table goes, are not there")
-    written = {readme: f"{before}{begin}\n{table([*records.values()])}\n{end}{after}"}
+    written = {}
+    for readme, here in ((root / "README.md", ""), (root.parent / "README.md", f"{root.name}/")):
+        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+        before, begin, rest = text.partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if end:
+            written[readme] = f"{before}{begin}\n{table([*records.values()], here)}\n{end}{after}"
+        elif begin or not here:
+            raise InputError(f"{readme}: the lines {BEGIN!r} and {END!r}, between which the table goes, are not there")
     return written | {record.folder / "README.md": page(record, records) for record in records.values()}
 
 
 def add(root: Path, name: str, logs: list[str], metadata: dict) -> None:
-    """Make the record `name` of these logs: copies, record.toml, comparison.png. On error nothing is left of it.
+    """Make the record `name` of these logs: copies, record.toml, comparison.png, loss.png. On error nothing is left of it.
 
     Raises InputError for logs that are no complete runs of one recipe, or if the record is there already.
     """
     folder = root / name
     if folder.exists() or Path(name).name != name:
-        raise compare.InputError(f"{folder}: {'exists' if folder.exists() else 'not the plain name of a folder'}; name another")
-    group = compare.gather(name, *logs)
+        raise InputError(f"{folder}: {'exists' if folder.exists() else 'not the plain name of a folder'}; name another")
+    group = gather(name, *logs)
     with tempfile.TemporaryDirectory(prefix=".record-", dir=root) as staging:
         draft = Path(staging) / name
         draft.mkdir()
         for run in group.runs:
             if (draft / run.path.name).exists():
-                raise compare.InputError(f"{run.path}: two of the logs have this name; rename one")
+                raise InputError(f"{run.path}: two of the logs have this name; rename one")
             shutil.copyfile(run.path, draft / run.path.name)
         toml = "".join(
             f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in metadata.items() if value is not None
         )
         (draft / "record.toml").write_text(toml, encoding="utf-8")
         read_record(draft)
-        from plot import draw
+        from plot import draw, draw_loss
 
         baseline = [read_record(root / metadata["baseline"]).group] if metadata["baseline"] else []
         draw([*baseline, group], metadata["target"], str(draft / "comparison.png"))
+        draw_loss([*baseline, group], metadata["target"], str(draft / "loss.png"))
         draft.rename(folder)
+
+
+def draw_picture(root: Path, name: str) -> Path:
+    """Draw the loss.png of the record `name`, with its baseline's runs if it has one; its path. Raises InputError."""
+    from plot import draw_loss
+
+    record = read_record(root / name)
+    baseline = [read_record(root / record.baseline).group] if record.baseline else []
+    draw_loss([*baseline, record.group], record.target, str(path := record.folder / "loss.png"))
+    return path
 
 
 def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
@@ -155,6 +171,7 @@ def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
         prog="history.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is out of date")
+    parser.add_argument("--picture", metavar="NAME", help="draw this record's loss.png anew")
     parser.add_argument("--add", metavar="NAME", help="the new record's folder, such as 2026-01-31_Idea")
     parser.add_argument("logs", nargs="*", metavar="LOG", help="with --add: its logs, or folders or globs of them")
     parser.add_argument("--description", help="with --add: what the record does, in a line")
@@ -167,6 +184,8 @@ def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
     if bool(options.add) != bool(options.logs) or options.add and not (options.description and options.contributors):
         parser.error("--add takes NAME, logs, --description and --contributors; without it there are no logs to name")
     try:
+        if options.picture:
+            print(f"wrote {draw_picture(root, options.picture)}")
         if options.add:
             metadata = {name: getattr(options, name) for name in (*FIELDS, "baseline")}
             metadata["contributors"] = [name.strip() for name in options.contributors.split(",")]
@@ -175,11 +194,11 @@ def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
             path: text for path, text in pages(root).items() if not path.exists() or path.read_text(encoding="utf-8") != text
         }
         if options.check and stale:
-            raise compare.InputError(f"out of date: {', '.join(map(str, stale))}; run: python records/history.py")
+            raise InputError(f"out of date: {', '.join(map(str, stale))}; run: python records/history.py")
         for path, text in stale.items():
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
-    except (compare.InputError, OSError) as error:
+    except (InputError, OSError) as error:
         raise SystemExit(f"history.py: error: {error}") from None
     except ModuleNotFoundError as error:
         raise SystemExit(f"history.py: error: {error}. Try: pip install -r records/requirements.txt") from None

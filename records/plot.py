@@ -1,24 +1,22 @@
-"""The picture of a comparison: compare.py --plot."""
+"""The pictures: of a comparison (compare.py --plot), and of a record's losses alone (history.py --picture)."""
 
 import ast
 import math
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import numpy as np
+from groups import Group
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from runlog import RunLog
 from scipy.special import stdtrit
-
-if TYPE_CHECKING:
-    from compare import Group
 
 CONFIDENCE = 0.95
 BINS = 120  # of the step times: single steps are rounded to milliseconds, and noisy
 COLOURS = ("#4c5a67", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#66a182")
 
 
-def draw(groups: "list[Group]", target: float, path: str) -> None:
+def draw(groups: list[Group], target: float, path: str) -> None:
     """Losses and step times of the groups, the first being the baseline, into an image at `path`.
 
     Raises OSError if it cannot be written, ValueError for a kind of image that is not known.
@@ -34,19 +32,36 @@ def draw(groups: "list[Group]", target: float, path: str) -> None:
     step_times(pace, groups)
     final_losses(finals, groups, target)
     for axes in (by_step, by_time, pace, finals):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
+        plain(axes)
     by_step.legend(frameon=False, loc="upper right")
     figure.savefig(path)
 
 
-def styles(groups: "list[Group]"):
+def draw_loss(groups: list[Group], target: float, path: str) -> None:
+    """One panel, validation loss against training time, into an image at `path`. Raises as draw does."""
+    figure = Figure(figsize=(7.2, 3.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    validations(axes, groups, target, lambda _, milliseconds: milliseconds / 1000)
+    axes.set(xlabel="training time, s")
+    plain(axes)
+    axes.legend(frameon=False, loc="upper right")
+    figure.savefig(path)
+
+
+def plain(axes) -> None:
+    """A light grid and no frame."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def styles(groups: list[Group]):
     """(group, colour, label) of each."""
     for i, group in enumerate(groups):
         yield group, COLOURS[i % len(COLOURS)], f"{group.name} ({len(group.runs)} run{'s' * (len(group.runs) > 1)})"
 
 
-def validations(axes, groups: "list[Group]", target: float, x) -> None:
+def validations(axes, groups: list[Group], target: float, x) -> None:
     """Every run's validation losses over x(step, milliseconds), cut to the last seven eighths of training."""
     shown = []
     for group, colour, label in styles(groups):
@@ -64,7 +79,7 @@ def validations(axes, groups: "list[Group]", target: float, x) -> None:
     axes.set_ylabel("validation loss")
 
 
-def step_times(axes, groups: "list[Group]") -> None:
+def step_times(axes, groups: list[Group]) -> None:
     """Milliseconds a step, the mean of a group's runs in bins of steps, with the baseline's stages where its log tells them."""
     for group, colour, label in styles(groups):
         lines = [sorted({0: 0.0, **run.times}.items()) for run in group.runs if len(run.times) > 1]
@@ -84,19 +99,40 @@ def step_times(axes, groups: "list[Group]") -> None:
 
 
 def stages(run: RunLog) -> list[tuple[str, float]]:
-    """The names of its stages and the steps at which they begin; empty if its sources and settings do not tell."""
+    """The names of its stages and the steps at which they begin; empty if its sources and settings do not tell.
+
+    The script's table STAGES has a row a stage, whose `until` is the fraction of the scheduled steps at which it ends; in
+    older scripts, which have none, the stages are equal parts.
+    """
     try:
         scheduled = int(run.settings["num_scheduled_iterations"])
-        tree = ast.parse(next(iter(run.sources.values())))
-        tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STAGES"]
-        count = len(tables[0].elts)
-    except (KeyError, ValueError, StopIteration, SyntaxError, IndexError, AttributeError):
+        tables = [
+            node.value.elts
+            for node in ast.parse(run.script[1]).body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith(("STAGES = ", "STAGES: "))
+        ]
+        options = [option for row in tables[0] for option in getattr(row, "keywords", ())]
+        ends = [number(option.value) for option in options if option.arg == "until"]
+        ends = ends or [(i + 1) / len(tables[0]) for i in range(len(tables[0]))]
+    except (KeyError, ValueError, SyntaxError, IndexError, AttributeError, ArithmeticError, RecursionError, MemoryError):
         return []
-    starts = [(f"stage {i + 1}", scheduled * i / count) for i in range(count)]
-    return starts + [("extension", scheduled)] * (run.validations[-1][0] > scheduled)
+    starts = [0.0, *ends][:-1]
+    if len(ends) != len(tables[0]) or not all(a < b for a, b in pairwise([0.0, *ends])):
+        return []
+    named = [(f"stage {i + 1}", scheduled * start) for i, start in enumerate(starts)]
+    return named + [("extension", scheduled)] * (run.validations[-1][0] > scheduled)
 
 
-def final_losses(axes, groups: "list[Group]", target: float) -> None:
+def number(expression: ast.expr) -> float:
+    """The value of a number, or of a division of such. Raises ValueError for anything else, ZeroDivisionError."""
+    if isinstance(expression, ast.Constant) and type(expression.value) in (int, float):
+        return float(expression.value)
+    if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Div):
+        return number(expression.left) / number(expression.right)
+    raise ValueError(f"neither a number nor a division: {ast.unparse(expression)}")
+
+
+def final_losses(axes, groups: list[Group], target: float) -> None:
     """Every run's last loss as a point; the mean, and where there are two runs, its confidence interval."""
     for i, (group, colour, _) in enumerate(styles(groups)):
         losses = np.array(group.losses)

@@ -1,25 +1,29 @@
-"""Training logs, read: bankrun's own and those of the speedrun community's public records.
+"""Training logs, read: bankrun's own and those of the public speedrun, github.com/KellerJordan/modded-nanogpt.
 
-A log holds the sources of a run (a second file after a banner of dashes with its name), a rule of 100 =, the environment,
-another rule, then lines like `step:250/1765 val_loss:4.6145 train_time:8312ms step_avg:33.25ms`. Older logs differ in detail.
+A log holds the sources of a run, the script first, each further file after a banner of dashes with its path; a rule of 100 =;
+the environment, whose last line is the script's path and the settings; another rule; then lines like
+`step:250/1765 val_loss:4.6145 train_time:8312ms step_avg:33.25ms`. Older logs differ in detail.
 Reading never raises for what a log holds: what is missing or malformed is said in RunLog.fault and RunLog.problems.
 """
 
 import ast
 import re
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from math import isfinite
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from runtime.options import MAY_DIFFER_BETWEEN_RUNS
+
 MAX_BYTES = 1 << 30
 MAX_PROBLEMS = 5  # named, in a log
-# Settings in which runs of one experiment may differ.
-PER_RUN = ("run_id", "log_dir", "seed", "save_every", "keep_checkpoints", "resume")
+MAX_PARSES = 100  # in search of the end of a source
 
 PLAIN_LINE = re.compile(
     rb"^step:(\d{1,9})/(\d{1,9}) train_time:(\d{1,12})ms step_avg:(?:\d{1,9}(?:\.\d{1,9})?|nan)ms\r?\n", re.MULTILINE
@@ -32,7 +36,17 @@ LOOSE_TIME = re.compile(rb"(?:train[_ing]*[_ ]?)?time[ \t:=]+([^\s|,;]{1,40}?)[ 
 ERROR_LINE = re.compile(rb"^(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
-BANNER = re.compile(rb"\n-{40}\r?\n# *([^\n]{1,200}?)\r?\n-{40}\r?\n")
+SETTINGS_LINE = re.compile(r"^(\S.{0,4095}?\.py) (\w+\(.*\))$", re.MULTILINE)  # script, settings
+BANNER = re.compile(rb"\n-{40}\r?\n# *([^\n]{1,4096}?)\r?\n-{40}\r?\n")
+# What may hold quotes or lines like any of a log's, without being one: comments and strings.
+COMMENT_OR_STRING = re.compile(
+    rb"#[^\n]*+"
+    rb"|'''(?:[^'\\]|\\.|'(?!''))*+(?:'''|\Z)"
+    rb'|"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\Z)'
+    rb"|'(?:[^'\\\n]|\\.)*+'"
+    rb'|"(?:[^"\\\n]|\\.)*+"',
+    re.DOTALL,
+)
 FACTS = (
     ("Python", r"^(?:Running )?Python (\S+)"),
     ("PyTorch", r"(?i)\bPyTorch (\S+?),? (?:compiled for )?CUDA"),
@@ -52,7 +66,7 @@ class RunLog:
     """One log. Steps count from 1 after the first update; times are training time since the start, in milliseconds."""
 
     path: Path
-    sources: dict[str, bytes] = field(default_factory=dict)  # file name: its exact bytes, the script first; may be empty
+    sources: dict[str, bytes] = field(default_factory=dict)  # path from the root: exact bytes; the script first
     environment: str = ""
     times: dict[int, float] = field(default_factory=dict)  # step: ms
     validations: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, loss, ms or None)
@@ -94,13 +108,25 @@ class RunLog:
         return found
 
     @property
+    def recipe_settings(self) -> dict[str, str]:
+        """The settings in which runs of one experiment agree."""
+        return {name: value for name, value in self.settings.items() if name not in MAY_DIFFER_BETWEEN_RUNS}
+
+    @property
+    def script(self) -> tuple[str, bytes]:
+        """Path and source of the script; train_gpt.py, empty, where the log has no sources."""
+        return next(iter(self.sources.items()), ("train_gpt.py", b""))
+
+    @property
+    def modules(self) -> dict[str, bytes]:
+        """The sources but the script's."""
+        return dict(islice(self.sources.items(), 1, None))
+
+    @property
     def recipe(self) -> tuple:
-        """Equal for runs of one experiment: sources, settings but the seed and names, steps."""
-        settings = tuple((name, value) for name, value in self.settings.items() if name not in PER_RUN)
-        return tuple(self.sources.items()), settings, self.validations[-1][0] if self.validations else None
-
-
-SETTINGS_LINE = re.compile(r"^(\S+\.py) (\w+\(.*\))$", re.MULTILINE)
+        """Equal for runs of one experiment: sources (the script under any name), settings but the run's own, steps."""
+        sources = (self.script[1], *sorted(self.modules.items()))
+        return sources, tuple(self.recipe_settings.items()), self.validations[-1][0] if self.validations else None
 
 
 def read_log(path: Path) -> RunLog:
@@ -148,26 +174,39 @@ def split_header(text: bytes, log: RunLog) -> int | None:
         if re.search(rb"^(?:import|from|def|class) \w", text, re.MULTILINE):
             log.fault = "cut short within its sources: no rule of = ends them"
         return None
-    end = first_whole(text, start, ends, lambda sources: all(map(parses, split_sources(sources, "").values())))
+    end = first_whole(text, start, ends, lambda end: all(map(parses, sources_until(text, start, end, rules).values())))
     if end is None:
         log.fault = "cut short within its sources: no rule of = ends them, but within a string"
         return None
-    if following := [rule for rule in rules if rule[0] >= end[1]]:
-        environment_end, body = following[0]
-    elif line := LOOSE_LINE.search(text, end[1]):
-        environment_end = body = line.start()
-    else:
-        environment_end, body = len(text), None
+    log.environment, body, ended = environment_after(text, end[1], rules)
+    if not ended:  # the script's name and the format are not known then, so its sources would be guesses
         log.fault = "cut short within its environment: no rule ends it, no step line follows"
-    log.environment = text[end[1] : environment_end].decode("utf-8", "replace").strip("\r\n")
-    sources = text[start : end[0]]
-    modern = re.match(r"(?:Running )?Python\b", log.environment)
-    if not opened and (modern or sources.endswith(b"\n\n")):
-        sources = sources[:-1]  # print() ended it, with a line break that is not its own
-    log.sources = split_sources(sources, log.environment)
+        return None
+    log.sources = sources_until(text, start, end, rules)
     if not log.sources:
         log.problems.append("no sources: nothing stands before the environment")
     return body
+
+
+def environment_after(text: bytes, start: int, rules: list[tuple[int, int]]) -> tuple[str, int, bool]:
+    """The environment from `start` on, where what follows it begins, and whether a rule or a step line ends it."""
+    following = next((rule for rule in rules if rule[0] >= start), None)
+    if following:
+        end, body = following
+    else:
+        line = LOOSE_LINE.search(text, start)
+        end = body = line.start() if line else len(text)
+    return text[start:end].decode("utf-8", "replace").strip("\r\n"), body, bool(following or line)
+
+
+def sources_until(text: bytes, start: int, end: tuple[int, int], rules: list[tuple[int, int]]) -> dict[str, bytes]:
+    """The sources from `start` on, were `end` the rule that ends them."""
+    environment, _, _ = environment_after(text, end[1], rules)
+    sources = text[start : end[0]]
+    modern = re.match(r"(?:Running )?Python\b", environment)
+    if not text.startswith(b"=" * 20) and (modern or sources.endswith(b"\n\n")):
+        sources = sources[:-1]  # print() ended it, with a line break that is not its own
+    return split_sources(sources, environment)
 
 
 def find_rules(text: bytes, start: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -191,22 +230,33 @@ def find_rules(text: bytes, start: int) -> tuple[list[tuple[int, int]], list[tup
     return of_equals, of_equals
 
 
-def first_whole(text: bytes, start: int, ends: list[tuple[int, int]], whole: Callable) -> tuple[int, int] | None:
-    """The first of `ends` up to which the text from `start` is whole(text): sources may hold lines like any of a log's.
+def first_whole(
+    text: bytes, start: int, ends: Iterable[tuple[int, int]], whole: Callable[[tuple[int, int]], bool]
+) -> tuple[int, int] | None:
+    """The first of `ends` up to which the text from `start` is whole: sources may hold lines like any of a log's.
 
     Exact for sources that this Python can parse: such a line stands in a string or a bracket there, so that what is before it
-    does not parse. For others, the last end outside of triple quotes, by their count; None if there is none.
+    does not parse, and neither does what goes beyond the end. So the order of the search decides nothing but its speed: first
+    those outside of strings, as far as a regular expression can tell; nearly always the first of them is it. For sources that
+    do not parse, that one; None if there is none.
     """
-    outside = [end for end in ends if all(text.count(quotes, start, end[0]) % 2 == 0 for quotes in (b"'''", b'"""'))]
-    if len(ends) == 1 == len(outside):
-        return ends[0]  # the usual log, at no cost
-    for end in ends[:100]:
-        if whole(text[start : end[0]]):
+    outside, inside = None, []
+    strings = COMMENT_OR_STRING.finditer(text, start)
+    string, parsed = next(strings, None), 0
+    for end in ends:
+        while string and string.end() <= end[0]:
+            string = next(strings, None)
+        if string and string.start() <= end[0]:
+            inside.append(end)
+            continue
+        outside = outside or end
+        if parsed < MAX_PARSES and whole(end):
             return end
-    return outside[-1] if outside else None
+        parsed += 1
+    return next((end for end in inside[: max(MAX_PARSES - parsed, 0)] if whole(end)), outside)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def parses(source: bytes) -> bool:
     """Is it Python, to the last line?"""
     try:
@@ -218,24 +268,36 @@ def parses(source: bytes) -> bool:
 
 
 def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
-    """The files that banners join, by name. The environment's last line names the first; train_gpt.py where it does not."""
+    """The files that banners join, by path. The environment's last line names the first; train_gpt.py where it does not."""
     settings = SETTINGS_LINE.search(environment)
     name, files, start = settings[1] if settings else "train_gpt.py", {}, 0
-    spaced = environment.startswith("Running")  # the community's script puts empty lines around its banner
-    while True:
-        seen = {*files, name}  # a banner of a name that was there is text within a source
-        banners = [m.span() for m in BANNER.finditer(text, start) if m[1].decode("utf-8", "replace") not in seen]
-        banner = first_whole(text, start, banners, parses) if banners else None
-        if banner is None:
-            break
+    seen = {name}  # a banner with one of these names is text within a source
+    spaced = environment.startswith("Running")  # the public speedrun's script puts empty lines around its banner
+    while banner := next_banner(text, start, seen):
         files[name] = text[start : banner[0]]
         if spaced:
             files[name] = files[name].removesuffix(b"\n")
-        name = BANNER.match(text, banner[0])[1].decode("utf-8", "replace")
+        name = banner_name(BANNER.match(text, banner[0]))
+        seen.add(name)
         start = banner[1]
         if spaced and text.startswith(b"\n", start):
             start += 1
     return {**files, name: text[start:]} if text.strip() else {}
+
+
+def next_banner(text: bytes, start: int, seen: set[str]) -> tuple[int, int] | None:
+    """(start, end) of the banner after the file that begins at `start`; None if it is the last. seen: no banner's name."""
+    banners = (m.span() for m in BANNER.finditer(text, start) if banner_name(m) not in seen)
+    first = next(banners, None)
+    if first is None:
+        return None
+    last = (len(text), len(text))
+    end = first_whole(text, start, chain([first], banners, [last]), lambda end: parses(text[start : end[0]]))
+    return None if end == last else end
+
+
+def banner_name(banner: re.Match) -> str:
+    return banner[1].decode("utf-8", "replace")
 
 
 # -----------------------------------------------------------------------------

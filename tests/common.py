@@ -1,40 +1,83 @@
-"""Helpers of the tests: tensors that any machine makes alike, small models, and processes that end."""
+"""Helpers of the tests: the script they test, tensors that any machine makes alike, small models, runs and processes that end.
+
+`train_gpt` is the script that SCRIPT names (SCRIPT=idea.py ./test.sh), in every process that has imported this file.
+"""
 
 import datetime
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 
-from train_gpt import GPT
+from bench.kernel_checks import normal
+from sample import load_script
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / os.environ.get("SCRIPT", "train_gpt.py")
+train_gpt = sys.modules.get("train_gpt") or load_script(SCRIPT, "train_gpt")
 
 # Unit roundoffs: the largest relative error of rounding to nearest, half a unit in the last place.
 U64, U32, U16 = 2.0**-53, 2.0**-24, 2.0**-8  # fp64, fp32, bf16
 
 
-def det(label: str, shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
-    """fp32 standard normal numbers, times scale, that depend on label and shape alone."""
-    generator = np.random.Generator(np.random.Philox(zlib.crc32(label.encode())))
-    return torch.from_numpy(generator.standard_normal(shape).astype(np.float32)) * scale
-
-
 def probe(label: str, x: Tensor) -> float:
-    """The sum over elements of x times det("probe_" + label), in fp64: one number that notices any element."""
-    return (x.double() * det("probe_" + label, tuple(x.shape)).double()).sum().item()
+    """The sum over elements of x times normal("probe_" + label), in fp64: one number that notices any element."""
+    return (x.double() * normal("probe_" + label, tuple(x.shape)).double()).sum().item()
 
 
 def norm64(x: Tensor) -> float:
     """The Frobenius norm, in fp64."""
     return x.double().norm().item()
 
+
+def unequal(a: Any, b: Any, name: str = "") -> list[str]:
+    """Names of what is not the same in two nests of dicts, bit for bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        faults = [f"{name}{key}" for key in a.keys() ^ b.keys()]
+        return faults + [fault for key in a.keys() & b.keys() for fault in unequal(a[key], b[key], f"{name}{key}.")]
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+    else:
+        same = type(a) is type(b) and a == b
+    return [] if same else [name.removesuffix(".")]
+
+
+# fp64 sums of at most some thousand terms of size one, through eleven layers at most: 1e-12 leaves a factor of a thousand over
+# 2⁻⁵³, and is far below anything that a wrong term or a detour through fp32 (2⁻²⁴) would leave.
+TOLERANCE64 = 1e-12
+
+
+def close64(a: Tensor, b: Tensor) -> bool:
+    """a equals b but for fp64's rounding, by the largest element."""
+    return a.dtype == b.dtype == torch.float64 and (a - b).abs().max().item() <= TOLERANCE64 * max(1.0, b.abs().max().item())
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bytes of a tensor: NaN equals itself, -0 is not 0."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+# Small models and batches
 
 # Scales at which every parameter matters and nothing saturates.
 SCALES = dict(
@@ -44,14 +87,22 @@ SCALES = dict(
 
 
 @torch.no_grad()
-def set_parameters(model: GPT, scales: dict[str, float] = SCALES, prefix: str = "") -> GPT:
-    """Every parameter det(prefix + label) at its scale; scalars so much off their start."""
+def set_parameters(model: nn.Module, scales: dict[str, float] = SCALES, prefix: str = "") -> nn.Module:
+    """Every parameter normal(prefix + label) at its scale, or 0.3; scalars 0.05 of it off their start."""
     for label, param in model.named_parameters():
         if label == "scalars":
-            param.add_(det(prefix + label, tuple(param.shape), 0.05))
+            param.add_(normal(prefix + label, tuple(param.shape), 0.05))
         else:
-            param.copy_(det(prefix + label, tuple(param.shape), scales[label]))
+            param.copy_(normal(prefix + label, tuple(param.shape), scales.get(label, 0.3)))
     return model
+
+
+def add_gradients(model: nn.Module, step: int, micro_batches: range = range(1)) -> None:
+    """What backward passes would add: for each micro-batch, numbers that label, step and micro-batch decide."""
+    for label, param in model.named_parameters():
+        for i in micro_batches:
+            g = normal(f"g_{label}_{step}_{i}", tuple(param.shape)).to(param.dtype)
+            param.grad = g if param.grad is None else param.grad + g
 
 
 def tiny_gpt(
@@ -60,11 +111,13 @@ def tiny_gpt(
     vocab_size: int = 128,
     num_heads: int = 2,
     head_dim: int = 8,
-    max_seq_len: int = 256,
+    max_tokens: int = 256,
     fp8_head: bool = False,
-) -> GPT:
-    """The 11-layer topology at the smallest widths, no parameter at zero; bf16 keeps the training dtypes."""
-    model = GPT(vocab_size, 11, num_heads, head_dim, num_heads * head_dim, max_seq_len, fp8_head=fp8_head)
+    script: ModuleType = train_gpt,
+) -> nn.Module:
+    """The script's topology at the smallest widths, no parameter at zero; bf16 keeps the training dtypes."""
+    layers, dim = len(script.LAYERS), num_heads * head_dim
+    model = script.GPT(vocab_size, layers, num_heads, head_dim, dim, max_tokens, fp8_head=fp8_head)
     if dtype != torch.bfloat16:
         model.to(dtype)
     return set_parameters(model)
@@ -78,6 +131,115 @@ def random_batch(T: int, vocab: int, starts: tuple[int, ...], slots: int = 8, se
     return tokens[:-1].int(), tokens[1:].long(), cu_seqlens
 
 
+# Small runs
+
+
+def short_schedule(*, script: ModuleType = train_gpt, **changes: Any) -> Any:
+    """Hyperparameters of 12 + 2 steps for a manager alone, which needs no data: windows in blocks of 16 tokens."""
+    chosen = dict(num_scheduled_iterations=12, num_extension_iterations=2, block_size=16, micro_batches=2) | changes
+    return script.Hyperparameters(**chosen)
+
+
+TINY = dict(
+    preset="demo", model_dim=32, num_heads=2, head_dim=16, batch_unit=32, micro_batches=2, num_scheduled_iterations=6,
+    num_extension_iterations=2, val_every=4, val_tokens=512, val_batch_tokens=256, sample_tokens=0, run_id="run",
+)  # fmt: skip
+
+
+def options(shards: Path, folder: Path, **more: Any) -> list[str]:
+    """The command line of a run of TINY settings on these shards, its log in folder/logs."""
+    return [f"--{name}={value}" for name, value in {**TINY, "data": shards, "log_dir": folder / "logs", **more}.items()]
+
+
+def tiny_settings(shards: Path, folder: Path, **more: Any) -> Any:
+    """The same as Hyperparameters."""
+    chosen = {**train_gpt.DEMO, **TINY, "data": f"{shards}", "log_dir": f"{folder / 'logs'}", **more}
+    return train_gpt.Hyperparameters(**{name: value for name, value in chosen.items() if name != "preset"})
+
+
+def launch(
+    arguments: list[str], ranks: int = 2, script: Path = SCRIPT, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """A run under torchrun, to its end."""
+    command, environment = torchrun(ranks, script)
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+def torchrun(ranks: int, script: Path = SCRIPT) -> tuple[list[str], dict[str, str]]:
+    """The command that starts a script on so many ranks, and its environment."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"{script}"]
+    return command, {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def ends_with(capsys: pytest.CaptureFixture, arguments: list[str], message: str, code: int) -> None:
+    """main(arguments) exits with this code, and a message on stderr that matches, and no traceback."""
+    with pytest.raises(SystemExit) as exit_:
+        train_gpt.main(arguments)
+    printed = capsys.readouterr().err
+    assert exit_.value.code == code, printed
+    assert re.search(message, printed), printed
+    assert "Traceback" not in printed
+
+
+def lines_of(log: Path) -> str:
+    """A log's lines after its header, without times and memory."""
+    lines = log.read_text().split("=" * 100 + "\n")[2]
+    return re.sub(r"(train_time:|step_avg:|resident: )\S+", r"\1", lines)
+
+
+# Processes
+
+
+def forked(work: Callable[[], None], output: Path) -> int:
+    """The id of a child process that does `work`, its output in a file; it ends with the code of a SystemExit, else 0."""
+    if child := os.fork():
+        return child
+    code = 0
+    try:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        torch.set_num_threads(1)
+        work()
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 99
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def exit_code(child: int, seconds: float = 60) -> int:
+    """Of a child process, at its end, negative for a signal; one that takes longer is killed, and the test fails."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail(f"a process did not end within {seconds} s")
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60, pause: float = 0.005) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(pause)
+
+
+def text_of(path: Path) -> str:
+    """A file's text, none if it is not there yet."""
+    return path.read_text() if path.exists() else ""
+
+
+# Ranks
+
+
 def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, timeout: float = 300) -> list[Any]:
     """[function(rank, world_size, *args) of each rank], in processes of their own that form a gloo group.
 
@@ -85,7 +247,9 @@ def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, tim
     traceback, as soon as one rank fails, and TimeoutError after `timeout` seconds; no process outlives the call.
     """
     context = mp.get_context("forkserver")  # a clean process, which has imported all that ranks need
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "train_gpt", "common"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "common"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):  # it has no sys.path of ours
+        forkserver.ensure_running()
     processes = [
         context.Process(target=_rank_main, args=(rank, world_size, str(folder), function, args), daemon=True)
         for rank in range(world_size)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-import common
+import common  # first: it loads the script that is tested
 from data.shards import write_shard
 
 # A shell starts its background commands deaf to Ctrl-C, and they hand that down; the tests send it.

@@ -1,0 +1,24 @@
+"""The trainer's options and model, as every measurement takes them."""
+
+import torch
+from torch import nn
+
+from runtime.options import parse_options
+from train_gpt import GPT, LAYERS, PRESETS, Hyperparameters, step_schedule
+
+
+def trainer_settings(argv: list[str] | None = None, preset: str = "") -> Hyperparameters:
+    """Settings by the trainer's own options: of argv, or of the process. preset: what they start from unless told."""
+    preset = preset or ("record" if torch.cuda.is_available() else "demo")
+    return parse_options(Hyperparameters, PRESETS, preset, argv)
+
+
+def model_of(h: Hyperparameters, max_tokens: int, fp8_head: bool = False) -> nn.Module:
+    """A model of these sizes, as built: in bf16, on the current device."""
+    sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, max_tokens)
+    return GPT(*sizes, attention_scale=h.attention_scale, fp8_head=fp8_head)
+
+
+def largest_batch(h: Hyperparameters) -> int:
+    """Tokens of the schedule's largest step."""
+    return max(step_schedule(step, h).batch_tokens for step in range(h.total_iterations))

@@ -1,0 +1,81 @@
+"""Encodings by name: text to tokens, for the tools that make shards, and tokens to text, for the trainer's sample.
+
+"bytes": token b is the byte b, token 256 is end-of-text; needs nothing. Every other name is tiktoken's, such as gpt2.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from data.shards import MAX_TOKEN, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The functions of one encoding. Both take and give ids below vocab_size.
+
+    encode: a text's ids, (N,), without end-of-text; a special token spelled out in the text is ordinary text
+    decode: the text of ids; what is not UTF-8 becomes U+FFFD
+    """
+
+    name: str
+    vocab_size: int
+    end_of_text: int
+    encode: Callable[[str], np.ndarray]
+    decode: Callable[[list[int]], str]
+
+    def document(self, text: str) -> np.ndarray:
+        """End-of-text, then the tokens of `text`: (N,) uint16."""
+        return np.concatenate(([self.end_of_text], self.encode(text)), dtype=np.uint16, casting="unsafe")
+
+
+def bytes_of(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def text_of_bytes(tokens: list[int]) -> str:
+    """Ids from 256 on are no bytes and give no text."""
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+BYTES = Encoding("bytes", 257, 256, bytes_of, text_of_bytes)
+
+
+@lru_cache
+def load_encoding(name: str) -> Encoding:
+    """BYTES for "bytes", else tiktoken's of that name. Raises DataError if it cannot be had or does not suit shards."""
+    if name == BYTES.name:
+        return BYTES
+    try:
+        import tiktoken  # the trainer imports this file, and bytes train without it
+
+        known = tiktoken.list_encoding_names()
+        encoding = tiktoken.get_encoding(name) if name in known else None
+    except (ImportError, OSError, ValueError) as error:
+        advice = "tiktoken fetches it once and keeps it in TIKTOKEN_CACHE_DIR; --encoding bytes needs no network"
+        raise DataError(f"the encoding {name!r} could not be loaded ({error}): {advice}") from error
+    if encoding is None:
+        raise DataError(f"no encoding is called {name!r}; there are: bytes, {', '.join(known)}")
+    if encoding.max_token_value > MAX_TOKEN:
+        raise DataError(f"encoding {name!r} has ids up to {encoding.max_token_value}; a shard takes them up to {MAX_TOKEN}")
+    if END_OF_TEXT not in encoding.special_tokens_set:
+        raise DataError(f"encoding {name!r} has no token {END_OF_TEXT} to begin documents with")
+    ids = lambda text: np.array(encoding.encode_ordinary(text), dtype=np.uint16)
+    return Encoding(name, encoding.n_vocab, encoding.eot_token, ids, encoding.decode)
+
+
+def encode(text: str, encoding: str) -> list[int]:
+    """The tokens of a text by the encoding of that name, without end-of-text. Raises DataError as load_encoding does."""
+    return load_encoding(encoding).encode(text).tolist()
+
+
+def decode(tokens: list[int], encoding: str) -> str:
+    """The text of tokens by the encoding of that name; the numbers, with the reason, if it cannot be had."""
+    try:
+        return load_encoding(encoding).decode(tokens)
+    except Exception as error:  # the run is over: a missing network or an odd token must not spoil it
+        return f"{tokens} (no text: {type(error).__name__}: {error})"

@@ -1,0 +1,198 @@
+"""Checkpoints: one file, alike from any number of ranks, of a run at the start of a step.
+
+A manager's state is a nest of dicts in three parts: "same", what every rank holds; "sharded", by label, rows of which each
+rank holds its own; "partial", by label, tensors whose sum over the ranks counts (pending gradients). In a file the shards are
+put together, and the partial sums kept apart, so that the same number of ranks goes on with the same bits. The manager gives
+state_dict(), load_state_dict(state), layout(step): shapes and dtypes of the whole model's state at the start of a step,
+own_rows: slices by label, and contradictions(state, step): what cannot be, a sentence each.
+"""
+
+import difflib
+import functools
+import hashlib
+import io
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.shards import whole_file
+from runtime.log import RULE
+from runtime.options import MAY_CHANGE_ON_RESUME
+from runtime.ranks import Ranks, tell
+
+MAGIC = b"bankrun checkpoint 2\n"  # then the SHA-256 of the rest, 32 bytes, then the rest: what torch.save writes
+LATEST = "latest"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged, or another run's."""
+
+
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in a nest of dicts that is not a dict."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from leaves(value, f"{name}.{key}" if name else f"{key}")
+    else:
+        yield name, tree
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The nest with function(tensor) in place of each tensor."""
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    return function(tree) if isinstance(tree, Tensor) else tree
+
+
+def non_finite_tensors(tree: Any) -> list[str]:
+    """Names of the tensors that hold an infinity or NaN."""
+    return [name for name, x in leaves(tree) if isinstance(x, Tensor) and not x.isfinite().all()]
+
+
+def differences(found: Any, expected: Any, name: str = "") -> list[str]:
+    """Where two nests differ in keys and types, or tensors in shape and dtype; values are not looked at."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        faults = sorted(f"{name}{key} is missing" for key in expected.keys() - found.keys())
+        faults += sorted(f"{name}{key} is unknown" for key in found.keys() - expected.keys())
+        return sum((differences(found[k], expected[k], f"{name}{k}.") for k in expected if k in found), faults)
+    here, there = type(expected).__name__, type(found).__name__
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        here, there = (f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (expected, found))
+    return [f"{name[:-1]} is {there}, here {here}"] if here != there else []
+
+
+def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
+    """Save, then delete all but the newest `keep` of the folder. Raises OSError; the earlier ones are then untouched."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    payload = buffer.getbuffer()
+    with whole_file(path) as file:
+        file.writelines((MAGIC, hashlib.sha256(payload).digest(), payload))
+    for old in checkpoints(path.parent)[keep:]:
+        old.unlink(missing_ok=True)
+
+
+def checkpoints(folder: Path, run: str = ".") -> list[Path]:
+    """Those of a run, or of all ("*"), newest first."""
+    return sorted(folder.glob(f"{run}/step_*.pt"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What write_checkpoint saved. Nothing is unpickled but tensors and plain types. Raises CheckpointError."""
+    try:
+        data, start = path.read_bytes(), len(MAGIC) + 32
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if not data.startswith(MAGIC):
+        raise CheckpointError(f"{path}: not a checkpoint of this version (begins with {data[: len(MAGIC)]!r})")
+    if hashlib.sha256(memoryview(data)[start:]).digest() != data[len(MAGIC) : start]:
+        raise CheckpointError(f"{path}: damaged or cut short, its SHA-256 is another: resume from an earlier checkpoint")
+    try:
+        saved = torch.load(io.BytesIO(data[start:]), map_location="cpu", weights_only=True)
+    except Exception as error:  # the file's fault, whatever torch.load makes of it
+        raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path}: holds a {type(saved).__name__} instead of a run's state")
+    return saved
+
+
+def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that --resume means; 'latest' passes over damaged ones, and says so. Raises CheckpointError."""
+    if resume != LATEST:
+        return Path(resume), read_checkpoint(Path(resume))
+    for path in checkpoints(Path(log_dir, run_id), "." if run_id else "*"):
+        try:
+            return path, read_checkpoint(path)
+        except CheckpointError as error:
+            tell(f"passed over {error}")
+    raise CheckpointError(f"--resume={LATEST}: no usable checkpoint in {Path(log_dir) / (run_id or '*')}: start without it")
+
+
+def check_room(folder: Path, layout: dict[str, Any], keep: int) -> None:
+    """Raise OSError if folder does not take `keep` checkpoints of this layout and one being written: before training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole_file(folder / "probe") as file:
+        file.write(b"probe")
+    (folder / "probe").unlink()
+    files, free = max(1, keep + 1 - len(checkpoints(folder))), shutil.disk_usage(folder).free
+    if (size := files * sum(x.nbytes for _, x in leaves(layout) if isinstance(x, Tensor))) > free:
+        need = f"{files} checkpoints need {size:,} bytes, {free:,} are free"
+        raise OSError(f"{folder}: {need}: make room or lower --keep_checkpoints")
+
+
+def whole_state(manager: Any, ranks: Ranks) -> dict[str, Any]:
+    """Every rank's state, on the first rank; called by all."""
+    state = manager.state_dict()
+    sharded = map_tensors(lambda x: torch.cat(ranks.collect(x) or [x]), state["sharded"])
+    parts = {label: ranks.collect(x) for label, x in sorted(state["partial"].items())}
+    each = range(ranks.world_size if ranks.first else 0)
+    return {**state, "sharded": sharded, "partial": {rank: {label: x[rank] for label, x in parts.items()} for rank in each}}
+
+
+def load_whole_state(manager: Any, whole: dict[str, Any], ranks: Ranks) -> None:
+    """Give this rank its part of what whole_state gave, of any number of ranks: of sums, those of ranks r, r + W, …"""
+    parts = [whole["partial"][rank] for rank in range(ranks.rank, len(whole["partial"]), ranks.world_size)]
+    sharded = {label: map_tensors(lambda x: x[manager.own_rows[label]], state) for label, state in whole["sharded"].items()}
+    partial = {  # summed in fp64; one part alone keeps its bits
+        label: functools.reduce(torch.add, [part[label].double() for part in parts] or [torch.zeros_like(like)]).to(like.dtype)
+        for label, like in whole["partial"][0].items()
+    }
+    manager.load_state_dict({**whole, "sharded": sharded, "partial": partial})
+
+
+def check_fits(path: Path, saved: dict[str, Any], settings: dict[str, Any], shards: dict[str, int]) -> None:
+    """Raise CheckpointError, with the first differences, if the checkpoint is of other settings or other shards."""
+    faults = []
+    for kind, here in (("hyperparameters", settings), ("shards", shards)):
+        faults += differences(saved.get(kind), here, f"{kind}.")
+        there = saved[kind] if isinstance(saved.get(kind), dict) else {}
+        changed = (name for name in here if name in there and name not in MAY_CHANGE_ON_RESUME and there[name] != here[name])
+        faults += [f"{name} is {there[name]!r}, here {here[name]!r}" for name in changed]
+    raise_if(path, faults)
+
+
+def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) -> None:
+    """Raise CheckpointError unless the checkpoint is complete, consistent and of a model like the manager's."""
+    texts, nests = {"header": "", "lines": ""}, {"hyperparameters": {}, "sources": {}, "shards": {}, "state": {}}
+    there = {name: {} for name in nests if isinstance(saved.get(name), dict)}
+    faults = differences({**saved, **there}, {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests})
+    if not faults and not 0 <= saved["step"] <= total:
+        faults = [f"step is {saved['step']}, must be 0 to {total}"]
+    if not faults:
+        step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
+        faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]
+        ranks, layout = range(len(parts) if isinstance(parts, dict) and parts else 1), manager.layout(step)
+        faults += differences(state, {**layout, "partial": dict.fromkeys(ranks, layout["partial"])}, "state.")
+    if not faults:
+        rules = (
+            (0 <= saved["seconds"] < math.inf, f"seconds is {saved['seconds']}, must be 0 or more and finite"),
+            (Path(saved["run_id"]).name == saved["run_id"] != "", f"run_id is {saved['run_id']!r}, must be a file's name"),
+            (f"\n{RULE}\n" in saved["log"]["header"], "log.header has no line of 100 = that ends the sources"),
+        )
+        faults = [fault for holds, fault in rules if not holds]
+        faults += [f"state.{fault}" for fault in manager.contradictions(state, step)]
+        faults += [f"state.{name} is not finite" for name in non_finite_tensors(state)]
+    raise_if(path, faults)
+
+
+def raise_if(path: Path, faults: list[str]) -> None:
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise CheckpointError(f"{path} cannot be resumed: {'; '.join(faults[:3])}{more}")
+
+
+def resumption_note(path: Path, saved: dict[str, Any], sources: dict[str, str], environment: list[str]) -> str:
+    """For the log's header: where the run went on, on what machine, and by what changes to the sources."""
+    then, now = ({name if i else "script": x[name] for i, name in enumerate(x)} for x in (saved["sources"], sources))
+    diff = []
+    for name in dict.fromkeys((*then, *now)):
+        lines = (texts.get(name, "").splitlines() for texts in (then, now))
+        diff += difflib.unified_diff(*lines, f"{name} before", f"{name} now", n=1, lineterm="")
+    changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
+    source = f"with changed source, {changed} lines of difference" if diff else "with the same source"
+    return "\n".join([f"resumed at step {saved['step']} from {path}, {source}", *environment, *diff])

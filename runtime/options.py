@@ -1,0 +1,52 @@
+"""Command-line options from a dataclass: a field is an option, its row says default, meaning and limits."""
+
+import argparse
+import dataclasses
+import math
+from typing import Any, get_type_hints
+
+# Settings that say what is written, and where: they do not make another run.
+OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "sample_tokens", "save_every", "keep_checkpoints", "resume"})
+MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # shards may move: their sizes are compared
+MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed"}  # of one experiment, whose mean is taken
+
+
+def setting(default: Any, meaning: str, least: int = 1, choices: tuple[str, ...] = ()) -> Any:
+    """A field of a settings dataclass. least: of a whole number; choices: of a text; floats are positive and finite."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "choices": choices})
+
+
+def check_values(settings: Any) -> None:
+    """Raise ValueError, naming the option, for a value that is outside of its field's limits."""
+    types = get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value, least, choices = getattr(settings, field.name), field.metadata["least"], field.metadata["choices"]
+        if types[field.name] is int and not least <= value < 2**40:
+            limit = "below 2**40" if value > 0 else "positive" if least else "0 or more"
+            raise ValueError(f"--{field.name}={value}: must be {limit}")
+        if types[field.name] is float and not 0 < value < math.inf:
+            raise ValueError(f"--{field.name}={value}: must be positive and finite")
+        if choices and value not in choices:
+            raise ValueError(f"--{field.name}={value}: must be {' or '.join(choices)}")
+
+
+def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: list[str] | None = None) -> Any:
+    """The preset's settings, changed by --name=value in argv, or the process's own: what is wrong ends it, with code 2."""
+    about = f"Train by the speedrun's recipe. The preset here is {preset!r}; options override its settings."
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=about)
+    parser.add_argument("--preset", choices=presets, default=preset, help="sizes and schedule to start from")
+    for field in dataclasses.fields(settings):
+        others = "".join(f"; {name}: {changes[field.name]}" for name, changes in presets.items() if field.name in changes)
+        meaning = f"{field.metadata['meaning']} ({field.default!r}{others})".replace("%", "%%")
+        kind = get_type_hints(settings)[field.name]
+        how = dict(type=boolean if kind is bool else kind, metavar=kind.__name__.upper())
+        parser.add_argument(f"--{field.name}", **how, default=argparse.SUPPRESS, help=meaning)
+    given = vars(parser.parse_args(argv))
+    return settings(**{**presets[given.pop("preset")], **given})
+
+
+def boolean(text: str) -> bool:
+    """argparse type: true or false."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "1")

@@ -1,0 +1,194 @@
+"""The ranks of a run: joining, agreeing on errors, signals. A rank never waits for one that has left."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
+STOP_TIMEOUT = 25.0  # seconds for all ranks to obey a signal, less than a launcher's 30
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on; its message is all that the user needs."""
+
+
+class AgreedError(RunError):
+    """A RunError that every rank raises; the first one tells."""
+
+
+class Stopped(RunError):
+    """SIGTERM or Ctrl-C, obeyed by all ranks: Stopped(message, exit code)."""
+
+
+def tell(message: str) -> None:
+    """A line on stderr, led by the program's name."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+
+
+def leave(message: str, code: int) -> None:
+    """Tell, and end this process at once: a broken process group would wait for the ranks that have gone."""
+    tell(message)
+    os._exit(code)
+
+
+class Ranks(NamedTuple):
+    """This process among the others. The methods that talk to them are called by all ranks, in the same order."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, on every rank."""
+        items = [item] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(items, item)
+        return items
+
+    def leave_together(self) -> None:
+        """A rank that leaves breaks the connections of those still at work: wait until all are here."""
+        self.gather(None)
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise AgreedError on every rank if any has an error."""
+        for rank, message in enumerate(self.gather(error and (f"{error}" or repr(error)))):
+            if message:
+                if not self.first:  # the first rank tells, before a launcher ends them all
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    time.sleep(2)
+                raise AgreedError(message if rank == 0 else f"rank {rank}: {message}")
+
+    def check_same(self, found: str) -> None:
+        """Raise AgreedError on every rank if one has found something other than the first."""
+        expected = self.gather(found)[0]
+        self.raise_together(None if found == expected else RunError(f"found {found}, but rank 0 {expected}"))
+
+    def on_all(self, function: Callable, *args: Any) -> Any:
+        """function(*args) on every rank: a ValueError or OSError of one is raised on each of them, as an AgreedError."""
+        result = error = None
+        try:
+            result = function(*args)
+        except (ValueError, OSError) as caught:
+            error = caught
+        self.raise_together(error)
+        return result
+
+    def collect(self, x: Tensor) -> list[Tensor]:
+        """On the first rank, every rank's x, in order; nothing on the others. x on the CPU, (n, …); n may differ."""
+        octets = x.contiguous().view(torch.uint8)  # not every dtype can be pickled
+        parts = [octets] * self.world_size if self.first else []
+        if self.world_size > 1:
+            dist.gather_object(octets, parts or None)
+        return [part.view(x.dtype) for part in parts]
+
+
+def join_ranks() -> Ranks:
+    """What torchrun's environment says, and its process group; one rank without it. Raises RunError if it cannot be so."""
+    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    missing = ", ".join(sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()))
+    if launched and missing:
+        raise RunError(f"{missing} missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all")
+    world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
+    local_rank = environment_number("LOCAL_RANK", 0)
+    local_size = environment_number("LOCAL_WORLD_SIZE", local_rank + 1, least=1)
+    if not (rank < world_size and local_rank < local_size <= world_size):
+        found = f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
+        raise RunError(f"{found} in the environment: a rank must be below its size; start with torchrun")
+    device, how = torch.device("cpu"), dict(backend="gloo", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    if torch.cuda.is_available():
+        if local_rank >= (gpus := torch.cuda.device_count()):
+            raise RunError(f"local rank {local_rank} has no GPU: this machine shows {gpus}; start as many ranks as GPUs")
+        device = torch.device("cuda", local_rank)
+        how |= dict(backend="nccl", device_id=device)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    if launched:
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
+            dist.init_process_group(store=store, **how)
+        except (RuntimeError, ValueError) as error:
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            advice = "are all of them started, once each, and is the port free?"
+            fault = f"rank {rank} of {world_size} cannot join the others at {place}, {advice} {str(error).splitlines()[0]}"
+            raise RunError(fault) from error
+    return Ranks(rank, world_size, device)
+
+
+def environment_number(name: str, default: int, least: int = 0) -> int:
+    """A number of torchrun's environment. Raises RunError if it is none, or too small."""
+    text = os.environ.get(name, f"{default}")
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise RunError(f"{name}={text!r} in the environment: must be a number from {least} on: start with torchrun or unset it")
+    return int(text)
+
+
+class Signals:
+    """SIGTERM and Ctrl-C, heard in a thread: the main one may be waiting for a rank that has gone.
+
+    While `in_training`, the first one is only `received`: all ranks obey once they have `agreed`, at the end of a step. A
+    second one, or one at another time, ends the process at once, with code 128 + signal.
+    """
+
+    def __init__(self):
+        self.received, self.agreed = 0, 0  # signal numbers, 0 for none
+        self.in_training, self.has_peers = False, False
+
+    def __enter__(self) -> Self:
+        (self.heard, self.speak), self.previous = os.pipe(), {}
+        if threading.current_thread() is threading.main_thread():  # no other can set handlers
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as for a command that a shell has put in the background
+                    self.previous[number] = signal.signal(number, lambda *_: None)
+            os.set_blocking(self.speak, False)
+            self.previous_fd = signal.set_wakeup_fd(self.speak)
+        self.thread = threading.Thread(target=self._listen, daemon=True, name="signals")
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        # Told while SIGTERM, which a launcher now sends, is heard. gloo has no type of its own for a peer that has gone.
+        lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        if lost and not isinstance(error, RunError):
+            leave(f"error: rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}", 1)
+        for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
+            signal.signal(number, signal.SIG_IGN if self.agreed and self.has_peers else handler)
+        if self.previous:
+            signal.set_wakeup_fd(self.previous_fd)
+        self.in_training = False
+        os.write(self.speak, b"\0")  # a forked child may hold this end open
+        self.thread.join()
+        os.close(self.speak)
+        os.close(self.heard)
+
+    def _listen(self) -> None:
+        while number := os.read(self.heard, 1)[0]:
+            if number not in self.previous:
+                continue
+            name = signal.Signals(number).name
+            if self.received or not self.in_training:
+                leave(f"{name}: ended at once; a launcher sends SIGTERM to all ranks when one of them has died", 128 + number)
+            self.received = number
+            tell(f"{name}: ends after this step; a second one ends it at once")
+            if self.has_peers:
+                threading.Thread(target=self._give_up, args=(number,), daemon=True).start()
+
+    def _give_up(self, number: int) -> None:
+        time.sleep(STOP_TIMEOUT)
+        if self.in_training:
+            leave(f"the step did not end within {STOP_TIMEOUT:.0f} s: another rank has died or hangs", 128 + number)

@@ -1,0 +1,43 @@
+"""The project's sources as they were when the process began, and which of them it has imported: what a log holds."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = {Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")}
+
+
+class Sources:
+    """Every Python file of the project, read at once: an edit during a run does not reach its log."""
+
+    def __init__(self, script: str | Path):
+        """script: in the project (ideas/idea.py) or elsewhere, then with the files that it imports from there."""
+        self.path = Path(script).resolve()
+        self.contents = {path: path.read_bytes() for path in {self.path, *python_files(ROOT)} if path.is_file()}
+        self.script = self._name(self.path)  # its path in the project, or its file's name
+
+    def imported(self) -> dict[str, str]:
+        """{path in the project: text, line breaks as they are} of the script, then of all that is imported by now."""
+        files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
+        ours = sorted(path for file in files if file.endswith(".py") and self._is_ours(path := Path(file).resolve()))
+        self.contents |= {path: path.read_bytes() for path in ours if path not in self.contents}
+        return {self._name(path): self.contents[path].decode(errors="replace") for path in dict.fromkeys((self.path, *ours))}
+
+    def _is_ours(self, path: Path) -> bool:
+        beside = path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent)
+        installed = {"site-packages", "dist-packages"} & {*path.parts} or any(path.is_relative_to(x) for x in LIBRARIES)
+        return beside and not installed and (path in self.contents or path.is_file())
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
+
+
+def python_files(root: Path) -> list[Path]:
+    """All *.py below root, but for hidden folders and environments."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and "pyvenv.cfg" not in files]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return found

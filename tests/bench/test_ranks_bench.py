@@ -1,0 +1,44 @@
+"""bench/communication.py, bench/optimizer.py: what they print is what bench/README.md shows and what the optimizer does."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bench import communication
+from bench.settings import trainer_settings
+from common import ROOT, train_gpt
+from train_gpt import PARAM_TABLE, TrainingManager
+
+
+def test_the_readme_shows_the_tables_that_communication_prints(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["communication.py"])
+    communication.main()
+    readme = (ROOT / "bench" / "README.md").read_text()
+    tables = capsys.readouterr().out.replace("| \n", "|\n").strip().split("\n\n")
+    assert len(tables) == 3 and [table.splitlines()[0] for table in tables if table.strip() not in readme] == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_state_on_one_rank_is_as_large_as_the_table_says(dtype: str) -> None:
+    h = trainer_settings(["--preset=demo", f"--dtype={dtype}", "--model_dim=32", "--num_heads=2", "--head_dim=16"])
+    model = communication.model_of(h, 16)
+    manager = TrainingManager(model if dtype == "bfloat16" else model.float(), h)
+    parameters, table = communication.model_parameters(h), train_gpt.param_table(h)
+    for label, state in manager.optimizer.state.items():
+        size = sum(x.nbytes for x in state.values() if hasattr(x, "nbytes"))
+        assert communication.state_bytes(parameters[label], table[label]) == size, label
+
+
+def test_every_kind_of_step_is_taken_apart_by_label() -> None:
+    """On one rank: the banks in each kind, embed only after the split."""
+    options = "--preset=demo --model_dim=32 --num_heads=2 --head_dim=16 --val_batch_tokens=512 --val_tokens=512".split()
+    command = [sys.executable, str(ROOT / "bench" / "optimizer.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    kinds = re.split(r"\n(?=NorMuon alone|with Adam)", done.stdout)[1:]
+    labels = [set(re.findall(r"^\| (\w+) \| [\d.]", kind, re.MULTILINE)) for kind in kinds]
+    assert labels == [{"attn", "mlp"}, set(PARAM_TABLE) - {"embed"}, set(PARAM_TABLE)]

@@ -1,0 +1,548 @@
+"""The two downloaders against a hub on this machine: whatever breaks, a shard under its name is whole and is the right one.
+
+The hub here serves the few routes that huggingface_hub asks for, counts what it sends, and breaks down when told to. The
+programs run as a user runs them, with HF_ENDPOINT pointing here and every other way out of the machine closed.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data import cached_fineweb10B, fineweb
+from data.shards import DataError, read_shard, write_shard
+
+FOLDER = Path(fineweb.__file__).parent
+CACHED = "datasets/kjj0/fineweb10B-gpt2/resolve/main"
+COMMIT = "c0" * 20
+PARQUET = f"datasets/HuggingFaceFW/fineweb/resolve/{COMMIT}"
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves `files` (by path). `breaks` says, for a path, how its next GETs go wrong: (what, after how many bytes)."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.breaks: dict[str, list[tuple[str, int]]] = {}
+        self.log: list[tuple[str, str, str | None]] = []  # method, path, range
+        self.sent = 0  # bytes of bodies
+        self.stalled = threading.Event()
+
+    def handle_error(self, request: socket.socket, client_address: tuple) -> None:
+        """A client that went away is part of these tests."""
+
+    def gets(self) -> list[tuple[str, str | None]]:
+        return [(path, span) for method, path, span in self.log if method == "GET"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path = unquote(urlsplit(self.path).path).lstrip("/")
+        self.server.log.append((self.command, path, self.headers.get("Range")))
+        if path.startswith("api/"):
+            return self.answer_api(path)
+        content = self.server.files.get(path)
+        if content is None:
+            return self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        headers = {"ETag": f'"{hashlib.md5(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        status, start = 200, 0
+        if self.headers.get("Range"):
+            status, start = 206, int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self.reply(status, content[start:], headers, body, self.server.breaks.get(path) if body else None)
+
+    def answer_api(self, path: str) -> None:
+        if path.endswith("/revision/main") or path == "api/datasets/HuggingFaceFW/fineweb":
+            return self.reply(200, json.dumps({"id": "HuggingFaceFW/fineweb", "sha": COMMIT}).encode(), {})
+        subset = path.split(f"/tree/{COMMIT}/")[1]
+        names = [name.removeprefix(PARQUET + "/") for name in self.server.files]
+        entries = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names if name.startswith(subset + "/")]
+        if not entries:
+            return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+        self.reply(200, json.dumps(entries).encode(), {})
+
+    def reply(
+        self,
+        status: int,
+        content: bytes,
+        headers: dict[str, str],
+        body: bool = True,
+        breaks: list[tuple[str, int]] | None = None,
+    ) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if not body:
+            return
+        how, after = breaks.pop(0) if breaks else ("", len(content))
+        self.wfile.write(content[:after])
+        self.server.sent += min(after, len(content))
+        if how == "stall":
+            self.server.stalled.set()
+            self.connection.recv(1)  # until the client goes away
+        elif how == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())
+        if how:
+            self.close_connection = True
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def start(script: str, hub: Hub, folder: Path, *options: str) -> subprocess.Popen:
+    dead = "http://127.0.0.1:9"  # nobody listens: what is not for this machine fails at once
+    ours = ("HF_", "HUGGING", "TIKTOKEN")
+    environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(ours)}
+    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(folder / "home")}
+    environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "TIKTOKEN_CACHE_DIR": str(folder / "tiktoken")}
+    for proxy in ("http_proxy", "https_proxy", "all_proxy"):
+        environment |= {proxy: dead, proxy.upper(): dead}
+    environment |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, str(FOLDER / script), "--output", str(folder / "out"), *options]
+    return subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(script: str, hub: Hub, folder: Path, *options: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    process = start(script, hub, folder, *options)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def shards_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+
+
+def failed_with(message: str, result: tuple[int, str, str]) -> bool:
+    code, _, err = result
+    last = err.strip().splitlines()[-1]
+    return code == 1 and "error: " in last and message in last and "Traceback" not in err
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# cached_fineweb10B.py
+
+
+def shard_bytes(folder: Path, tokens: int, seed: int) -> bytes:
+    path = folder / "made.tmp"
+    write_shard(path, np.random.default_rng(seed).integers(0, 50257, tokens))
+    content = path.read_bytes()
+    path.unlink()
+    return content
+
+
+@pytest.fixture
+def shards(hub: Hub, tmp_path: Path) -> dict[str, bytes]:
+    """What the hub serves: validation and three training shards, small ones."""
+    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{index:06d}.bin" for index in (1, 2, 3)]
+    shards = {name: shard_bytes(tmp_path, 1000 + 10 * seed, seed) for seed, name in enumerate(names)}
+    hub.files = {f"{CACHED}/{name}": content for name, content in shards.items()}
+    return shards
+
+
+def first(shards: dict[str, bytes], count: int) -> dict[str, bytes]:
+    return dict(sorted({name: shards[name] for name in list(shards)[:count]}.items()))
+
+
+def test_fetches_the_shards_asked_for_and_asks_for_nothing_when_they_are_whole(
+    hub: Hub, shards: dict[str, bytes], tmp_path: Path
+) -> None:
+    code, out, _ = run("cached_fineweb10B.py", hub, tmp_path, "2")
+    assert code == 0 and "3 shards, 3,030 tokens" in out
+    assert shards_in(tmp_path / "out") == first(shards, 3)
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin"] == [".lock"]
+
+    hub.log.clear()
+    code, out, _ = run("cached_fineweb10B.py", hub, tmp_path, "2")
+    assert code == 0 and "3 shards" in out and hub.log == []
+
+
+def test_a_dropped_connection_is_taken_up_where_it_broke(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
+    name, chunk = "fineweb_val_000000.bin", 10 * 2**20  # huggingface_hub keeps what came in whole chunks of 10 MiB
+    content = shard_bytes(tmp_path, 6_000_000, 5)
+    hub.files[f"{CACHED}/{name}"] = content
+    hub.breaks[f"{CACHED}/{name}"] = [("drop", 11_000_000)]
+    code, _, err = run("cached_fineweb10B.py", hub, tmp_path, "0")
+    assert code == 0, err
+    assert shards_in(tmp_path / "out") == {name: content}
+    assert hub.gets() == [(f"{CACHED}/{name}", None), (f"{CACHED}/{name}", f"bytes={chunk}-")]
+    assert hub.sent == 11_000_000 + len(content) - chunk
+
+
+def test_a_reset_connection_is_tried_again_with_a_message(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
+    name = "fineweb_val_000000.bin"
+    hub.breaks[f"{CACHED}/{name}"] = [("reset", 700)]
+    code, _, err = run("cached_fineweb10B.py", hub, tmp_path, "0")
+    assert code == 0 and "trying again in 1 s" in err, err
+    assert shards_in(tmp_path / "out") == first(shards, 1)
+    assert len(hub.gets()) == 2
+
+
+def test_a_shard_on_disk_that_is_not_whole_is_fetched_again(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    for name, content in shards.items():
+        (output / name).write_bytes(content)
+    truncated, foreign = "fineweb_train_000001.bin", "fineweb_train_000003.bin"
+    (output / truncated).write_bytes(shards[truncated][:-500])
+    (output / foreign).write_bytes(b"<html>no such page</html>" * 100)
+    code, _, err = run("cached_fineweb10B.py", hub, tmp_path, "3")
+    assert code == 0 and "(500 too few)" in err and "magic number" in err
+    assert shards_in(output) == first(shards, 4)
+    assert [path for path, _ in hub.gets()] == [f"{CACHED}/{truncated}", f"{CACHED}/{foreign}"]
+
+
+def test_a_bad_shard_from_the_hub_never_gets_its_name(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
+    name = "fineweb_train_000001.bin"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_bytes(b"bad already")
+    for bad, message in ((shards[name][:900], "900 bytes"), (b"<html>" + shards[name][6:], "magic number")):
+        hub.files[f"{CACHED}/{name}"] = bad
+        result = run("cached_fineweb10B.py", hub, tmp_path, "2")
+        assert failed_with(f"sent a bad {name}", result) and failed_with(message, result)
+        assert shards_in(tmp_path / "out") == first(shards, 1) and len(list((tmp_path / "out").rglob("*.bin"))) == 1
+
+    hub.files[f"{CACHED}/{name}"] = shards[name]  # once the hub is well, the same command finishes
+    assert run("cached_fineweb10B.py", hub, tmp_path, "2")[0] == 0
+    assert shards_in(tmp_path / "out") == first(shards, 3)
+
+
+def test_a_shard_that_the_hub_does_not_have_is_an_error_at_once(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
+    result = run("cached_fineweb10B.py", hub, tmp_path, "4")
+    assert failed_with("kjj0/fineweb10B-gpt2/fineweb_train_000004.bin", result)
+    assert failed_with("(attempt 1 of 5): 404", result)
+    assert shards_in(tmp_path / "out") == first(shards, 4)
+
+
+def test_a_killed_download_leaves_only_whole_shards_and_can_be_repeated(
+    hub: Hub, shards: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.breaks[f"{CACHED}/fineweb_train_000001.bin"] = [("stall", 900)]
+    process = start("cached_fineweb10B.py", hub, tmp_path, "1")
+    assert hub.stalled.wait(30)
+    process.kill()
+    process.communicate()
+    assert shards_in(tmp_path / "out") == first(shards, 1)
+
+    assert run("cached_fineweb10B.py", hub, tmp_path, "1")[0] == 0
+    assert shards_in(tmp_path / "out") == first(shards, 2)
+    assert not list((tmp_path / "out").rglob("*.incomplete"))
+
+
+def test_a_number_of_shards_that_there_is_not_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    for number in ("104", "-1", "many"):
+        monkeypatch.setattr(sys, "argv", ["cached_fineweb10B.py", number])
+        with pytest.raises(SystemExit) as caught:
+            cached_fineweb10B.main()
+        assert caught.value.code == 2 and "argument N" in capsys.readouterr().err
+
+
+def test_what_a_killed_download_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "a.1b2c.incomplete").write_bytes(b"half")
+
+    def download(repo: str, name: str, *, local_dir: Path, **_: object) -> str:
+        assert not list(local_dir.rglob("*.incomplete"))
+        return str(local_dir / name)
+
+    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", download)
+    assert cached_fineweb10B.fetch("owner/repo", "a", tmp_path) == tmp_path / "a"
+
+
+def test_retries_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    pauses, calls = [], []
+    monkeypatch.setattr(cached_fineweb10B.time, "sleep", pauses.append)
+
+    def fail() -> None:
+        calls.append(1)
+        raise ConnectionError("cable cut")
+
+    with pytest.raises(DataError, match=r"could not fetch the cable .*\(attempt 5 of 5\): cable cut"):
+        cached_fineweb10B.with_retries(fail, "the cable")
+    assert len(calls) == 5 and pauses == [1, 2, 4, 8] and capsys.readouterr().err.count("trying again") == 4
+
+
+def test_a_full_disk_is_not_tried_again() -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        cached_fineweb10B.with_retries(fail, "a shard")
+    assert len(calls) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# fineweb.py
+
+SHARD_TOKENS = 5000
+OPTIONS = ("--encoding", "bytes", "--shard_tokens", str(SHARD_TOKENS), "--workers", "2")
+
+
+@pytest.fixture
+def parquet(hub: Hub) -> dict[str, list[str]]:
+    """What the hub serves: three parquet files of 60 texts each in row groups of 8, and one of another subset."""
+    random = np.random.default_rng(0)
+    subset = {}
+    for name in ("sample/10BT/000.parquet", "sample/10BT/001.parquet", "sample/10BT/002.parquet", "sample/100BT/000.parquet"):
+        texts = [f"{name} {k} " + "wörd " * int(random.integers(0, 80)) for k in range(60)]
+        table = pyarrow.table({"id": list(range(60)), "text": texts})
+        pyarrow.parquet.write_table(table, file := BytesIO(), row_group_size=8)
+        hub.files[f"{PARQUET}/{name}"] = file.getvalue()
+        if "10BT" in name.split("/"):
+            subset[name] = texts
+    hub.files[f"{PARQUET}/sample/10BT/README.md"] = b"not parquet"
+    return subset
+
+
+def stream_of(parquet: dict[str, list[str]]) -> list[int]:
+    return [token for texts in parquet.values() for text in texts for token in (256, *text.encode())]
+
+
+def shards_hold(folder: Path, stream: list[int], shard_tokens: int = SHARD_TOKENS) -> bool:
+    """Whether the shards in `folder`, validation first, are the stream cut every `shard_tokens` tokens."""
+    paths = sorted(folder.glob("fineweb_val_*.bin")) + sorted(folder.glob("fineweb_train_*.bin"))
+    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{index:06d}.bin" for index in range(1, len(paths))]
+    expected = [stream[at : at + shard_tokens] for at in range(0, len(stream), shard_tokens)]
+    return [path.name for path in paths] == names and [read_shard(path).tolist() for path in paths] == expected
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for orphaned processes in /proc")
+def test_a_killed_run_goes_on_and_ends_with_the_shards_of_an_uninterrupted_one(
+    hub: Hub, parquet: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """The second file stalls: by then the first has become shards, the last of which ended inside of a document."""
+    stream = stream_of(parquet)
+    hub.breaks[f"{PARQUET}/sample/10BT/001.parquet"] = [("stall", 1000)]
+    process = start("fineweb.py", hub, tmp_path, *OPTIONS)
+    assert hub.stalled.wait(30)
+    children = children_of(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
+    progress = json.loads((tmp_path / "out" / "progress.json").read_bytes())
+    assert 0 < len(before) < len(stream) // SHARD_TOKENS and not progress["finished"]
+    assert stream[len(before) * SHARD_TOKENS] != 256
+
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{child}").exists() and "Z" not in state_of(child) for child in children):
+        assert time.monotonic() < deadline, "the tokenising processes outlive their parent"
+        time.sleep(0.05)
+
+    hub.log.clear()
+    code, out, err = run("fineweb.py", hub, tmp_path, *OPTIONS)
+    assert code == 0 and f"{len(stream):,} tokens" in out, err
+    assert shards_hold(tmp_path / "out", stream)
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
+    assert {name: after[name] for name in before} == before  # none was made again
+    assert f"{PARQUET}/sample/10BT/000.parquet" not in dict(hub.gets())  # nor fetched
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin") == [".lock", "progress.json"]
+
+    hub.log.clear()
+    assert run("fineweb.py", hub, tmp_path, *OPTIONS)[0] == 0 and hub.log == []
+
+
+def state_of(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+class Here:
+    """fineweb.main in this process: threads for processes, parquet files from a folder, and a power cut on demand."""
+
+    def __init__(self, hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch, self.cut_after = folder, monkeypatch, -1
+        self.fetched: list[str] = []
+
+        def fetch(repo: str, name: str, where: Path, revision: str) -> Path:
+            self.fetched.append(name)
+            (where / name).parent.mkdir(parents=True, exist_ok=True)
+            (where / name).write_bytes(hub.files[f"{PARQUET}/{name}"])
+            return where / name
+
+        def list_parquet(subset: str) -> tuple[str, list[str]]:
+            names = [name.removeprefix(PARQUET + "/") for name in hub.files]
+            return COMMIT, sorted(name for name in names if name.startswith(subset) and name.endswith(".parquet"))
+
+        monkeypatch.setattr(fineweb, "fetch", fetch)
+        monkeypatch.setattr(fineweb, "list_parquet", list_parquet)
+        monkeypatch.setattr(fineweb, "worker_pool", ThreadPoolExecutor)
+        self.write = fineweb.ShardWriter._write
+        monkeypatch.setattr(fineweb.ShardWriter, "_write", lambda writer: self.write_or_cut(writer))
+
+    def write_or_cut(self, writer: fineweb.ShardWriter) -> None:
+        if self.cut_after == 0:
+            raise KeyboardInterrupt
+        self.cut_after -= 1
+        self.write(writer)
+
+    def make(self, *options: str, cut_after: int = -1) -> None:
+        self.cut_after = cut_after
+        self.monkeypatch.setattr(sys, "argv", ["fineweb.py", "--output", str(self.folder), *OPTIONS, *options])
+        fineweb.main()
+
+
+@pytest.fixture
+def here(hub: Hub, parquet: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    return Here(hub, tmp_path / "out", monkeypatch)
+
+
+@pytest.mark.parametrize("shard_tokens", [301, 5000, 10**6])
+def test_shards_are_the_documents_in_order(here: Here, parquet: dict[str, list[str]], shard_tokens: int) -> None:
+    here.make("--shard_tokens", str(shard_tokens))
+    assert shards_hold(here.folder, stream_of(parquet), shard_tokens)
+    assert not list(here.folder.rglob("*.parquet"))
+
+
+def test_interrupted_at_every_shard_the_same_shards_come_out(here: Here, parquet: dict[str, list[str]]) -> None:
+    """Runs that write no shard, then one, then one more, until there is one left for the last run."""
+    stream = stream_of(parquet)
+    for noted in range(-(-len(stream) // SHARD_TOKENS)):
+        with pytest.raises(SystemExit, match="interrupted"):
+            here.make(cut_after=min(noted, 1))
+        assert shards_noted(here.folder) == noted
+    assert [path.name for path in here.folder.rglob("*.parquet")] == ["002.parquet"]  # the others are in shards already
+    here.make()
+    assert shards_hold(here.folder, stream)
+
+
+def shards_noted(folder: Path) -> int:
+    return len(json.loads((folder / "progress.json").read_bytes())["shards"])
+
+
+def test_a_shard_written_but_not_noted_is_written_again(here: Here, parquet: dict[str, list[str]]) -> None:
+    with pytest.raises(SystemExit):
+        here.make(cut_after=4)
+    progress = json.loads((here.folder / "progress.json").read_bytes())
+    progress["shards"].pop()
+    (here.folder / "progress.json").write_text(json.dumps(progress))
+    here.make()
+    assert shards_hold(here.folder, stream_of(parquet))
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-2])])
+def test_a_damaged_shard_is_made_again(here: Here, parquet: dict[str, list[str]], damage) -> None:
+    here.make()
+    damage(here.folder / "fineweb_train_000003.bin")
+    here.make()
+    assert shards_hold(here.folder, stream_of(parquet))
+
+
+@pytest.mark.parametrize("limit", [1, SHARD_TOKENS, 2 * SHARD_TOKENS + 77])
+def test_a_limit_on_the_tokens_is_kept_exactly(here: Here, parquet: dict[str, list[str]], limit: int) -> None:
+    here.make("--num_tokens", str(limit))
+    assert shards_hold(here.folder, stream_of(parquet)[:limit])
+    here.fetched.clear()
+    here.make("--num_tokens", str(limit))
+    assert here.fetched == []
+
+
+def test_shards_of_another_recipe_or_origin_are_not_mixed_in(here: Here, parquet: dict[str, list[str]]) -> None:
+    here.make()
+    before = shards_in(here.folder)
+    for option in (("--shard_tokens", "4000"), ("--subset", "sample/100BT"), ("--num_tokens", "9")):
+        with pytest.raises(SystemExit, match="was made with .* choose another --output"):
+            here.make(*option)
+    (here.folder / "progress.json").unlink()
+    with pytest.raises(SystemExit, match="unknown origin"):
+        here.make()
+    assert shards_in(here.folder) == before
+
+
+@pytest.mark.parametrize("content", [b"no parquet", None])
+def test_a_file_without_texts_is_named_and_not_kept(here: Here, hub: Hub, content: bytes | None) -> None:
+    if content is None:
+        pyarrow.parquet.write_table(pyarrow.table({"url": ["a"]}), file := BytesIO())
+        content = file.getvalue()
+    hub.files[f"{PARQUET}/sample/10BT/001.parquet"] = content
+    with pytest.raises(SystemExit, match="001.parquet .*(is not a parquet file|has no column text, only url)"):
+        here.make()
+    assert not list(here.folder.rglob("001.parquet"))
+
+
+def test_a_dead_worker_is_an_error_and_not_a_hang(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: object) -> None:
+        raise fineweb.BrokenProcessPool("gone")
+
+    monkeypatch.setattr(fineweb, "tokenise", die)
+    with pytest.raises(SystemExit, match="a tokenising process died"):
+        here.make()
+
+
+def test_memory_is_bounded_by_the_row_groups_under_way(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, most = 0, 0
+
+    class Counting(ThreadPoolExecutor):
+        def submit(self, *task: object):
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            return super().submit(*task)
+
+    stream = fineweb.token_stream
+
+    def counted(*arguments: object, **options: object):
+        nonlocal under_way
+        for item in stream(*arguments, **options):
+            under_way -= 1
+            yield item
+
+    monkeypatch.setattr(fineweb, "worker_pool", Counting)
+    monkeypatch.setattr(fineweb, "token_stream", counted)
+    here.make("--workers", "3")
+    assert most == 6  # two for each worker
+
+
+def test_what_the_hub_does_not_have_is_an_error_with_one_line(hub: Hub, parquet: dict[str, list[str]], tmp_path: Path) -> None:
+    result = run("fineweb.py", hub, tmp_path, *OPTIONS, "--subset", "sample/9BT")
+    assert failed_with("HuggingFaceFW/fineweb/sample/9BT", result) and failed_with("404", result)
+    assert failed_with("encoding 'gpt2' could not be loaded", run("fineweb.py", hub, tmp_path))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]

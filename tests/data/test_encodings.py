@@ -1,0 +1,73 @@
+"""Encodings: a text comes back from its tokens, and an encoding that cannot be had is an error, or numbers, never a crash."""
+
+import sys
+
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.encodings import decode, encode, load_encoding
+from data.shards import DataError
+
+
+@given(st.text(max_size=200) | st.just("a<|endoftext|>b"))
+def test_bytes_are_their_own_tokens_and_give_the_text_back(text: str) -> None:
+    encoding = load_encoding("bytes")
+    assert encoding.document(text).tolist() == [encoding.end_of_text, *encode(text, "bytes")] == [256, *text.encode()]
+    assert decode(encode(text, "bytes"), "bytes") == decode([256, *encode(text, "bytes"), 256], "bytes") == text
+    assert encoding.document(text).max() < encoding.vocab_size
+
+
+def test_bytes_that_are_no_text_are_marked() -> None:
+    assert decode([*b"sch", 0xF6, *b"n"], "bytes") == "sch\N{REPLACEMENT CHARACTER}n"
+
+
+def test_a_tiktoken_encoding_is_used_by_its_name(offer_encoding) -> None:
+    offer_encoding("toy", end_of_text=301)
+    assert encode("abab a", "toy") == [300, 300, 32, 97] and decode([300, 98], "toy") == "abb"
+    assert load_encoding("toy").document("ab").tolist() == [301, 300]
+
+
+def test_a_special_token_spelled_out_is_ordinary_text(offer_encoding) -> None:
+    offer_encoding("toy", end_of_text=301)
+    text = "a<|endoftext|>b"
+    assert encode(text, "toy") == list(text.encode()) and decode(encode(text, "toy"), "toy") == text
+
+
+@pytest.mark.parametrize(
+    "name, end_of_text, message",
+    [
+        ("huge", 65536, "'huge' has ids up to 65536; a shard takes them up to 65535"),
+        ("endless", None, r"'endless' has no token <\|endoftext\|>"),
+        ("toy", 301, "no encoding is called 'gpt7'; there are: bytes, toy"),
+    ],
+)
+def test_an_encoding_that_does_not_suit_is_refused(offer_encoding, name: str, end_of_text: int | None, message: str) -> None:
+    offer_encoding(name, end_of_text)
+    with pytest.raises(DataError, match=message):
+        encode("a", "gpt7" if name == "toy" else name)
+
+
+def no_network(_: str) -> None:
+    raise OSError("network unreachable")
+
+
+@pytest.mark.parametrize("missing", ["network", "tiktoken"])
+def test_an_encoding_that_cannot_be_had_is_an_error_to_encode_and_numbers_to_decode(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    if missing == "network":
+        monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    else:
+        monkeypatch.setitem(sys.modules, "tiktoken", None)
+    load_encoding.cache_clear()
+    with pytest.raises(DataError, match=rf"'gpt2' could not be loaded \(.*{missing}.*\): .*--encoding bytes needs no network"):
+        encode("a", "gpt2")
+    text = decode([1, 2], "gpt2")
+    assert text.startswith("[1, 2] (no text: DataError: ") and missing in text
+
+
+def test_tokens_that_the_encoding_does_not_have_are_shown_as_numbers(offer_encoding) -> None:
+    offer_encoding("toy", end_of_text=301)
+    assert decode([97, 999], "toy").startswith("[97, 999] (no text: ")

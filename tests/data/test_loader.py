@@ -1,0 +1,309 @@
+"""The loader: whole documents from their starts, the same batches for every world size, and errors instead of hangs."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from data.loader import (
+    check_data, default_doc_slots, distributed_data_generator, first_document, shard_sizes, synthetic_batch,
+)
+from data.shards import DataError, write_shard
+
+BOS = 0
+
+
+def documents(lengths, seed=0):
+    """Token arrays of these lengths, each beginning with BOS and without another."""
+    generator = np.random.default_rng(seed)
+    return [np.concatenate(([BOS], generator.integers(1, 190, n - 1))).astype(np.uint16) for n in lengths]
+
+
+def write(folder, docs, split="train", index=0):
+    folder.mkdir(exist_ok=True)
+    path = folder / f"x_{split}_{index:06d}.bin"
+    write_shard(path, np.concatenate(docs))
+    return path
+
+
+def generator(folder, batch_tokens, max_doc_len, micro_batches=4, rank=0, world_size=1, split="train", **more):
+    return distributed_data_generator(
+        str(folder / f"*_{split}_*.bin"), batch_tokens, max_doc_len, micro_batches=micro_batches, rank=rank,
+        world_size=world_size, bos_id=BOS, **more,
+    )  # fmt: skip
+
+
+def expected_slices(shards, batch_tokens, max_doc_len, micro_batches):
+    """The rule for batches word by word, with lists: (tokens, starts) of every micro-batch, step by step."""
+    step = 0
+    for docs in shards:
+        position = 0
+        while True:
+            n = batch_tokens(step) // micro_batches
+            slices, at = [], position
+            for _ in range(micro_batches):
+                tokens, starts = [], []
+                while len(tokens) < n + 1 and at < len(docs):
+                    starts.append(len(tokens))
+                    tokens += list(docs[at][:max_doc_len])[: n + 1 - len(tokens)]
+                    at += 1
+                if len(tokens) < n + 1:
+                    break
+                slices.append((tokens, starts))
+            if len(slices) < micro_batches:
+                break
+            yield slices
+            position, step = at, step + 1
+
+
+def as_slice(batch):
+    """What came out, back to (tokens, starts) in plain lists."""
+    inputs, targets, cu_seqlens = batch
+    assert inputs.dtype == torch.int32 and targets.dtype == torch.int64 and cu_seqlens.dtype == torch.int32
+    assert torch.equal(inputs[1:].long(), targets[:-1])
+    T = len(inputs)
+    starts = [s for s in cu_seqlens.tolist() if s < T]
+    assert cu_seqlens.tolist() == starts + [T] * (len(cu_seqlens) - len(starts)) and cu_seqlens[-1] == T
+    return inputs.tolist() + [targets[-1].item()], starts
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shard_lengths=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=40), min_size=1, max_size=3),
+    n=st.integers(1, 40),
+    growth=st.integers(0, 2),
+    max_doc_len=st.integers(1, 50),
+    micro_batches=st.sampled_from([1, 2, 4]),
+)
+def test_slices_are_what_the_rule_says(tmp_path_factory, shard_lengths, n, growth, max_doc_len, micro_batches):
+    folder = tmp_path_factory.mktemp("shards")
+    shards = [documents(lengths, seed=i) for i, lengths in enumerate(shard_lengths)]
+    for i, docs in enumerate(shards):
+        write(folder, docs, index=i)
+    batch_tokens = lambda step: micro_batches * (n + growth * step)
+    expected = [s for slices in expected_slices(shards, batch_tokens, max_doc_len, micro_batches) for s in slices]
+    found = []
+    with pytest.raises(DataError, match="the tokens end after"):
+        for batch in generator(folder, batch_tokens, max_doc_len, micro_batches):
+            found.append(as_slice(batch))
+    assert len(found) == len(expected)
+    for (tokens, starts), (expected_tokens, expected_starts) in zip(found, expected):
+        assert tokens == expected_tokens
+        assert starts == [s for s in expected_starts if s < len(tokens) - 1]
+
+
+def test_documents_are_never_mixed(tmp_path):
+    """Every document carries its own number in all its tokens, so that a slice shows what it is made of."""
+    docs = [np.array([BOS] + [i] * 30, dtype=np.uint16) for i in range(1, 200)]
+    write(tmp_path, docs)
+    for tokens, starts in map(as_slice, itertools.islice(generator(tmp_path, 4 * 64, 20), 40)):
+        for a, b in itertools.pairwise(starts + [len(tokens)]):
+            assert tokens[a] == BOS and len(set(tokens[a + 1 : b])) <= 1 and b - a <= 20
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_same_tokens_for_every_world_size(tmp_path, aligned):
+    write(tmp_path, documents([37, 5, 90, 12, 64] * 60))
+    whole = [as_slice(b) for b in itertools.islice(generator(tmp_path, 8 * 48, 64, micro_batches=8, aligned=aligned), 5 * 8)]
+    for world_size in (2, 4, 8):
+        ranks = [
+            generator(tmp_path, 8 * 48, 64, micro_batches=8, rank=r, world_size=world_size, aligned=aligned)
+            for r in range(world_size)
+        ]
+        together = [as_slice(next(rank)) for _ in range(5) for rank in ranks for _ in range(8 // world_size)]
+        assert together == whole
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_later_first_step_gives_the_batches_of_an_uninterrupted_run(tmp_path, aligned):
+    for index in range(2):
+        write(tmp_path, documents([37, 5, 90, 12, 64] * 10, seed=index), index=index)
+    batch_tokens = lambda step: 4 * (20 + step)
+
+    def slices(first):
+        batches = generator(tmp_path, batch_tokens, 64, aligned=aligned, first_step=first)
+        return [as_slice(b) for b in itertools.islice(batches, 4 * (12 - first))]
+
+    whole = slices(0)
+    for first in (1, 7, 11):
+        assert slices(first) == whole[4 * first :]
+
+
+def test_ranks_that_cannot_share_a_step_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="8 micro-batches cannot be shared evenly by 3 ranks"):
+        generator(tmp_path, 8 * 16, 64, micro_batches=8, world_size=3)
+
+
+def test_a_step_never_crosses_a_shard(tmp_path):
+    first, second = documents([50] * 9, seed=1), documents([50] * 40, seed=2)
+    write(tmp_path, first, index=0)
+    write(tmp_path, second, index=1)
+    batches = [as_slice(b)[0] for b in itertools.islice(generator(tmp_path, 4 * 99, 50), 8)]
+    flat = np.concatenate(first).tolist()
+    assert all(b == flat[i * 100 : i * 100 + 100] for i, b in enumerate(batches[:4]))
+    assert batches[4] == np.concatenate(second)[:100].tolist()  # the ninth document was dropped
+
+
+def test_validation_is_contiguous(tmp_path):
+    docs = documents([7, 300, 40, 1, 1, 150] * 20)
+    write(tmp_path, docs, split="val")
+    flat = np.concatenate(docs).tolist()
+    batches = [as_slice(b) for b in itertools.islice(generator(tmp_path, 4 * 60, 0, split="val", aligned=False), 16)]
+    for i, (tokens, starts) in enumerate(batches):
+        assert tokens == flat[i * 60 : i * 60 + 61]
+        assert starts == [j for j in range(60) if j == 0 or tokens[j] == BOS]
+
+
+@pytest.mark.parametrize("tokens, most", [(16384, 56), (32768, 90), (49152, 121)])  # documents seen in FineWeb
+def test_slots_fit_fineweb_closely(tokens, most):
+    assert most < default_doc_slots(tokens) <= most + 8
+
+
+@given(tokens=st.integers(1, 2**20).filter(lambda n: n not in (16384, 32768, 49152)))
+def test_slots_of_other_sizes_are_one_for_300_tokens_in_units_of_128(tokens):
+    slots = default_doc_slots(tokens)
+    assert slots % 128 == 0 and slots - 128 < max(1, tokens // 300) <= slots
+
+
+def test_too_many_documents_name_shard_and_option(tmp_path):
+    path = write(tmp_path, documents([2] * 400))
+    with pytest.raises(DataError, match=rf"{path}: 50 documents .* 100 tokens do not fit 32 slots: set --doc_slots=51"):
+        next(generator(tmp_path, 4 * 100, 20, doc_slots=32))
+    assert len(next(generator(tmp_path, 4 * 100, 20, doc_slots=51))[2]) == 51
+
+
+def test_a_document_that_gives_only_the_last_target_starts_at_T(tmp_path):
+    write(tmp_path, documents([16, 10] * 8))
+    inputs, targets, cu_seqlens = next(generator(tmp_path, 4 * 16, 100, doc_slots=4))
+    assert targets[-1] == BOS and cu_seqlens.tolist() == [0, 16, 16, 16]
+
+
+def test_the_loading_thread_ends_with_its_generator(tmp_path):
+    write(tmp_path, documents([50] * 400))
+    others = set(threading.enumerate())
+    batches = generator(tmp_path, 4 * 16, 100)
+    next(batches)
+    (loader,) = set(threading.enumerate()) - others
+    assert loader.name == "loader" and loader.is_alive()
+    batches.close()
+    loader.join(timeout=5)
+    assert not loader.is_alive()
+
+
+def test_an_error_in_the_loading_thread_reaches_the_consumer(tmp_path):
+    write(tmp_path, documents([40] * 30), index=0)
+    (tmp_path / "x_train_000001.bin").write_bytes(b"no shard")
+    with pytest.raises(DataError, match="x_train_000001.bin"):
+        for _ in generator(tmp_path, 4 * 16, 100):
+            pass
+
+
+# -----------------------------------------------------------------------------
+# Without the generator
+
+
+def test_a_synthetic_batch_has_the_shapes_and_types_of_a_real_one(tmp_path):
+    write(tmp_path, documents([40] * 60))
+    for doc_slots in (0, 40):
+        real = next(generator(tmp_path, 512, 64, micro_batches=1, doc_slots=doc_slots))
+        synthetic = synthetic_batch(512, vocab_size=200, max_doc_len=64, doc_slots=doc_slots)
+        assert [(x.shape, x.dtype, x.device) for x in synthetic] == [(x.shape, x.dtype, x.device) for x in real]
+
+
+@pytest.mark.parametrize("tokens, max_doc_len, doc_slots", [(512, 64, 0), (512, 64, 3), (512, 2048, 0), (48, 2048, 1)])
+def test_a_synthetic_batch_has_tokens_of_the_vocabulary_and_no_more_documents_than_slots(tokens, max_doc_len, doc_slots):
+    inputs, starts = as_slice(synthetic_batch(tokens, vocab_size=200, max_doc_len=max_doc_len, doc_slots=doc_slots))
+    assert len(set(inputs)) > min(tokens, 200) / 2 and 0 <= min(inputs) and max(inputs) < 200
+    documents = list(range(0, tokens, max_doc_len))
+    assert starts == documents[: (doc_slots or default_doc_slots(tokens)) - 1]
+
+
+def test_the_first_document_begins_with_its_bos_and_ends_with_itself(tmp_path):
+    head, first, second = np.array([5, 6], dtype=np.uint16), *documents([30, 40])
+    write(tmp_path, [head, first, second], split="val")
+    write(tmp_path, documents([50], seed=9), split="val", index=1)
+    for tokens in (1, 29, 30, 31, 1000):
+        assert first_document(str(tmp_path), BOS, tokens) == first.tolist()[:tokens]
+    with pytest.raises(DataError, match="x_val_000000.bin: no document begins in it"):
+        first_document(str(tmp_path), 199, 64)
+
+
+def test_shard_sizes_are_the_bytes_of_all_shards_by_name(tmp_path):
+    for split, index, length in (("train", 0, 30), ("train", 1, 40), ("val", 0, 50)):
+        write(tmp_path, documents([length]), split, index)
+    (tmp_path / "manifest.json").write_text("{}")
+    sizes = {"x_train_000000.bin": 1024 + 60, "x_train_000001.bin": 1024 + 80, "x_val_000000.bin": 1024 + 100}
+    assert shard_sizes(str(tmp_path)) == sizes
+
+
+# -----------------------------------------------------------------------------
+# Checks before training
+
+
+def batch_tokens(step):
+    """Three stages of two steps, then the last stage's size."""
+    return 16 * (8, 16, 24)[min(step // 2, 2)]
+
+
+def check(folder, **changes):
+    """check_data of eight steps in eight micro-batches, of 16, 32 and 48 tokens each."""
+    settings = dict(
+        steps=8, batch_tokens=batch_tokens, max_doc_len=64, micro_batches=8, bos_id=BOS, vocab_size=200, val_tokens=256
+    )
+    check_data(str(folder), **(settings | changes))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Shards that are enough for `check`."""
+    write(tmp_path, documents([40] * 200))
+    write(tmp_path, documents([40] * 10), split="val")
+    return tmp_path
+
+
+def test_the_check_passes_what_the_loader_can_serve_to_the_last_step_and_no_more(folder):
+    served = 0
+    with pytest.raises(DataError, match="the tokens end after"):
+        for _ in generator(folder, batch_tokens, 64, micro_batches=8, vocab_size=200):
+            served += 1
+    check(folder, steps=served // 8)
+    with pytest.raises(DataError, match=rf"{served // 8 + 1} steps need .* enough for {served // 8} steps"):
+        check(folder, steps=served // 8 + 1)
+
+
+def test_too_little_data_is_an_error_before_training_that_names_both_numbers(folder):
+    write(folder, documents([40] * 30))
+    needed = 2 * 16 * (8 + 16 + 24) + 2 * 24 * 16
+    expected = rf"8 steps need {needed:,} tokens .* 1 shards hold 1,200 usable ones, enough for \d steps: add shards"
+    with pytest.raises(DataError, match=expected):
+        check(folder)
+
+
+def test_validation_of_one_token_too_few(folder):
+    check(folder, val_tokens=399)  # the last one's target is the 400th
+    with pytest.raises(DataError, match=r"x_val_000000.bin: validation needs 401 tokens, it holds 400: lower --val_tokens"):
+        check(folder, val_tokens=400)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_no_shards(folder, split):
+    (folder / f"x_{split}_000000.bin").unlink()
+    with pytest.raises(DataError, match=rf"no shard matches .*_{split}_.*data/local_text.py.*data/cached_fineweb10B.py"):
+        check(folder)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_shard_without_documents(folder, split):
+    write(folder, [np.full(800, 7, dtype=np.uint16)], split)
+    with pytest.raises(DataError, match=rf"x_{split}_000000.bin: no document begins in it .no token 0.: .*--bos_id"):
+        check(folder)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_token_outside_the_vocabulary(folder, split):
+    write(folder, [*documents([40] * 200), np.array([BOS, 200], dtype=np.uint16)], split)
+    with pytest.raises(DataError, match=rf"x_{split}_000000.bin: holds token 200, but the vocabulary ends at 200"):
+        check(folder)

@@ -1,0 +1,274 @@
+"""Shards of local text: nothing lost, nothing too long, the same everywhere, and only made when they have to be."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import local_text
+from data.local_text import DOCUMENT_BYTES, cut, split
+from data.shards import DataError, read_shard
+
+SCRIPT = Path(local_text.__file__)
+TEXT = st.text(st.sampled_from("ab é€𝄞\t\r\n\n\n"), max_size=400)
+
+
+def make(monkeypatch: pytest.MonkeyPatch, source: Path, output: Path, *options: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["local_text.py", "--input", str(source), "--output", str(output), *options])
+    local_text.main()
+
+
+def documents_of(output: Path, split: str, end_of_text: int = 256) -> list[np.ndarray]:
+    """The documents of all shards of a split, without their end-of-text token: (length,) uint16 each."""
+    tokens = np.concatenate([read_shard(path) for path in sorted(output.glob(f"local_{split}_*.bin"))])
+    starts = np.flatnonzero(tokens == end_of_text)
+    assert starts[0] == 0
+    return [part[1:] for part in np.split(tokens, starts[1:])]
+
+
+def texts_of(output: Path, split: str) -> list[bytes]:
+    return [document.astype(np.uint8).tobytes() for document in documents_of(output, split)]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """Forty files of some ten documents each, in nested folders, and things that are no text."""
+    folder = tmp_path / "library"
+    for number in range(40):
+        file = folder / f"shelf{number % 3}" / f"book{number}.{'md' if number % 2 else 'py'}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"{number}.{k} " + "wörter " * 60 + "\n\n" for k in range(40)))
+    (folder / "latin1.py").write_bytes("schön".encode("latin-1"))
+    (folder / "binary.py").write_bytes(b"\0\0\0")
+    for hidden in (".git/config", "__pycache__/x.py", "site-packages/y.py"):
+        (folder / hidden).parent.mkdir()
+        (folder / hidden).write_text("not wanted")
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Documents
+
+
+@settings(deadline=None)
+@given(text=TEXT, limit=st.integers(4, 60))
+def test_pieces_put_together_are_the_text_and_none_is_too_long(text: str, limit: int) -> None:
+    pieces = cut(text.encode(), limit)
+    assert b"".join(pieces) == text.encode()
+    assert all(0 < len(piece) <= limit for piece in pieces)
+    for piece in pieces:
+        piece.decode()  # raises if a character was cut
+
+
+@settings(deadline=None)
+@given(paragraphs=st.lists(st.integers(1, 28), min_size=1, max_size=20))
+def test_paragraphs_that_fit_stay_whole_and_share_pieces(paragraphs: list[int]) -> None:
+    text = b"".join(b"x" * length + b"\n\n" for length in paragraphs)
+    pieces = cut(text, 30)
+    assert all(piece.endswith(b"\n\n") for piece in pieces)
+    for piece, following in zip(pieces, pieces[1:]):  # a piece ends because the next paragraph does not fit
+        assert len(piece) + following.index(b"\n\n") + 2 > 30
+
+
+def test_a_long_paragraph_is_cut_at_line_ends_and_a_long_line_between_characters() -> None:
+    assert cut(b"aaaa\nbbbb\ncccc\n\ndd", 11) == [b"aaaa\nbbbb\n", b"cccc\n\ndd"]
+    assert cut("ééé\n".encode(), 5) == ["éé".encode(), "é\n".encode()]
+    assert cut(b"a\r\n \r\nb", 6) == [b"a\r\n \r\n", b"b"]
+    assert cut(b"", 10) == []
+
+
+def test_a_side_of_the_split_does_not_depend_on_the_other_documents() -> None:
+    documents = [f"document {number}".encode() for number in range(4000)]
+    train, validation = split(documents)
+    assert sorted(train + validation) == sorted(documents)
+    assert set(split(documents[:2000])[1]) == set(validation) & set(documents[:2000])
+    # binomial(4000, 1/20): mean 200, standard deviation 13.8; five of them on either side
+    assert 131 <= len(validation) <= 269
+    assert train != sorted(train) and split(documents[::-1]) == (train, validation)
+
+
+def test_each_side_of_the_split_gets_a_document() -> None:
+    for count in (2, 3, 4):
+        train, validation = split([b"%d" % number for number in range(count)])
+        assert train and validation
+    with pytest.raises(DataError, match="two splits take two"):
+        split([b"one"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def test_all_text_arrives_and_only_text(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    make(monkeypatch, library, tmp_path / "out")
+    arrived = texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "val")
+    expected = [piece for file in library.glob("shelf*/*") for piece in cut(file.read_bytes())]
+    assert sorted(arrived) == sorted(expected)
+    report = capsys.readouterr().out
+    assert "40 files (2 skipped" in report and f"{len(expected):,} documents" in report
+    for path in (tmp_path / "out").glob("*.bin"):
+        assert f"{path}  {len(read_shard(path)):,} tokens" in report
+
+
+def test_any_tiktoken_encoding_can_be_used(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, offer_encoding
+) -> None:
+    (library / "ab.py").write_text("abab")
+    encoding = offer_encoding("toy", end_of_text=301)
+    make(monkeypatch, library, tmp_path / "toy", "--encoding", "toy")
+    make(monkeypatch, library, tmp_path / "bytes")
+    everything = []
+    for part in ("train", "val"):
+        documents = [document.tolist() for document in documents_of(tmp_path / "toy", part, 301)]
+        assert list(map(encoding.decode_bytes, documents)) == texts_of(tmp_path / "bytes", part)
+        everything += documents
+    assert [300, 300] in everything
+    manifest = json.loads((tmp_path / "toy" / "manifest.json").read_bytes())
+    assert (manifest["encoding"], manifest["vocab_size"], manifest["bos_id"]) == ("toy", 302, 301)
+
+
+def test_the_start_of_a_shard_is_a_sample_of_all_files(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(monkeypatch, library, tmp_path / "out")
+    train = texts_of(tmp_path / "out", "train")
+    files = {document.split(b".")[0] for document in train[: len(train) // 4]}
+    # 40 files of 10 pieces: of a random quarter, a file is missing with probability 0.75**10 = 6 %, so two or three are; in the
+    # order of the files, thirty would be. Hashes decide, so this comes out the same every time
+    assert len(files) >= 32
+
+
+def test_the_same_text_makes_the_same_shards_anywhere(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(library, tmp_path / "elsewhere" / "copy")
+    make(monkeypatch, library, tmp_path / "one", "--shard_tokens", "50_000")
+    make(monkeypatch, tmp_path / "elsewhere" / "copy", tmp_path / "two", "--shard_tokens", "50_000")
+    shards = sorted((tmp_path / "one").glob("*.bin"))
+    assert len(shards) > 5
+    for shard in shards:
+        assert shard.read_bytes() == (tmp_path / "two" / shard.name).read_bytes()
+    make(monkeypatch, library, tmp_path / "whole")
+    assert texts_of(tmp_path / "one", "train") == texts_of(tmp_path / "whole", "train")
+
+
+def test_finished_work_is_not_done_again(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    output = library / "out"  # inside of the input: must not become input
+    make(monkeypatch, library, output, "--shard_tokens", "50_000")
+    states = {path: path.stat().st_mtime_ns for path in output.iterdir() if path.name != ".lock"}
+    capsys.readouterr()
+    make(monkeypatch, library, output, "--shard_tokens", "50_000")
+    report = capsys.readouterr().out
+    assert "is up to date" in report and report.count("\n") == 1
+    assert states == {path: path.stat().st_mtime_ns for path in states}
+
+
+def change_letter(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3] + b"!\n\n")
+
+
+CHANGES = {
+    "a changed file": lambda library, output: (library / "shelf0" / "book0.py").write_text("new " * 50),
+    "a changed letter": lambda library, output: change_letter(library / "shelf0" / "book0.py"),
+    "a new file": lambda library, output: (library / "new.txt").write_text("new"),
+    "a lost shard": lambda library, output: (output / "local_val_000000.bin").unlink(),
+    "a cut shard": lambda library, output: (output / "local_val_000000.bin").write_bytes(b"cut"),
+    "a foreign shard": lambda library, output: shutil.copy(output / "local_val_000000.bin", output / "local_val_000009.bin"),
+    "a lost manifest": lambda library, output: (output / "manifest.json").unlink(),
+    "a broken manifest": lambda library, output: (output / "manifest.json").write_text("[1"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_work_is_done_again_after(change: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(monkeypatch, library, tmp_path / "out")
+    CHANGES[change](library, tmp_path / "out")
+    make(monkeypatch, library, tmp_path / "out")
+    make(monkeypatch, library, tmp_path / "fresh")
+    names = lambda folder: sorted(path.name for path in folder.iterdir())
+    assert names(tmp_path / "out") == names(tmp_path / "fresh")
+    for path in (tmp_path / "fresh").glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("changed", local_text.PROGRAM, ids=lambda path: path.name)
+def test_a_changed_program_makes_the_shards_again(
+    changed: Path, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    make(monkeypatch, library, tmp_path / "out")
+    (tmp_path / "changed.py").write_bytes(changed.read_bytes() + b"#")
+    program = [tmp_path / "changed.py" if path == changed else path for path in local_text.PROGRAM]
+    monkeypatch.setattr(local_text, "PROGRAM", program)
+    capsys.readouterr()
+    make(monkeypatch, library, tmp_path / "out")
+    assert "is up to date" not in capsys.readouterr().out
+
+
+def test_other_options_make_other_shards_and_clear_the_old(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "50_000")
+    make(monkeypatch, library, tmp_path / "out", "--suffixes", ".md, .rst")
+    assert len(list((tmp_path / "out").glob("local_train_*.bin"))) == 1
+    assert json.loads((tmp_path / "out" / "manifest.json").read_bytes())["files"] == 20
+
+
+def test_a_file_that_cannot_be_read_is_skipped(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (library / "dead link.py").symlink_to(library / "nowhere")
+    refused, read = library / "shelf0" / "book0.py", Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == refused:
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    make(monkeypatch, library, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    assert (manifest["files"], manifest["skipped_files"]) == (39, 3)
+
+
+def test_what_gives_no_text_is_an_error_with_one_line(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("one document")
+    cases = [
+        (tmp_path / "missing", (), "no such file or folder"),
+        (tmp_path / "nothing", (), "no files"),
+        (library, ("--suffixes", ".rs"), "no files that end in .rs"),
+        (tmp_path / "empty.txt", (), "no text in 1 file(s), of which 0 are not UTF-8"),
+        (library / "latin1.py", (), "no text in 1 file(s), of which 1 are not UTF-8"),
+        (tmp_path / "short.txt", (), "1 document(s)"),
+        (library, ("--encoding", "gpt7"), "no encoding is called 'gpt7'"),
+    ]
+    for source, options, message in cases:
+        with pytest.raises(SystemExit) as caught:
+            make(monkeypatch, source, tmp_path / "out", *options)
+        assert message in caught.value.code and "\n" not in caught.value.code
+        assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_the_standard_library_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--output", "out"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    train, validation = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
+    # Python's own sources without its tests have about 14 MB, 8,000 documents; a distribution may leave some out
+    assert len(train) + len(validation) > 3000
+    assert max(map(len, train + validation)) <= DOCUMENT_BYTES == 2040
+    total, mean = sum(map(len, train + validation)), (len(train) + len(validation)) / 20
+    assert abs(len(validation) - mean) < 5 * (0.95 * mean) ** 0.5
+    assert total / (len(train) + len(validation)) > 1500  # about 2,000 bytes a document
+
+
+def test_a_failed_run_exits_with_1_and_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--input", "missing", "--output", "out"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and run.stderr.startswith("local_text.py: error: ") and run.stderr.count("\n") == 1

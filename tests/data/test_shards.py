@@ -1,0 +1,245 @@
+"""Shards hold what was put in, all or nothing, and no broken file passes for one."""
+
+import errno
+import os
+import stat
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.shards import (
+    HEADER_BYTES, ShardError, ShardWriter, locked, number_between, read_shard, shard_name, verify_shard, whole_file,
+    write_shard,
+)
+
+
+def header(*numbers: int) -> bytes:
+    return np.array([*numbers, *[0] * (256 - len(numbers))], dtype="<i4").tobytes()
+
+
+def test_layout_of_a_shard_byte_by_byte(tmp_path: Path) -> None:
+    assert write_shard(tmp_path / "s.bin", [50256, 1, 258]) == 3
+    expected = bytes.fromhex("88d83401 01000000 03000000") + bytes(HEADER_BYTES - 12) + bytes.fromhex("50c4 0100 0201")
+    assert (tmp_path / "s.bin").read_bytes() == expected
+
+
+@settings(deadline=None, max_examples=40)  # every write waits for the disk, and a busy machine is no failure
+@given(tokens=st.lists(st.integers(0, 65535), min_size=1, max_size=300))
+def test_reading_gives_what_was_written(tmp_path_factory: pytest.TempPathFactory, tokens: list[int]) -> None:
+    path = tmp_path_factory.getbasetemp() / "round_trip.bin"
+    for form in (tokens, iter(tokens), np.array(tokens, dtype=np.int64), np.array(tokens, dtype=">u2")):
+        assert write_shard(path, form) == len(tokens) == verify_shard(path)
+        assert read_shard(path).tolist() == read_shard(str(path), max(tokens) + 1).tolist() == tokens
+        with pytest.raises(ShardError, match=rf"{path}: holds token {max(tokens)}, .* ends at {max(tokens)}: .*--vocab_size"):
+            read_shard(path, max(tokens))
+
+
+BROKEN = {
+    "empty": (b"", "is empty (0 bytes)"),
+    "short header": (header(20240520, 1, 5)[:500], "has 500 bytes, fewer than the 1,024 of a header"),
+    "text": (b"<html>" * 400, "magic number 1836345404, not 20240520"),
+    "version": (header(20240520, 2, 1) + b"ab", "version 2; only version 1"),
+    "no tokens": (header(20240520, 1, 0), "its header names 0 tokens"),
+    "negative": (header(20240520, 1, -4), "its header names -4 tokens"),
+    "too few": (header(20240520, 1, 5) + bytes(8), "5 tokens, which makes 1,034 bytes, but it has 1,032 (2 too few)"),
+    "too many": (header(20240520, 1, 5) + bytes(14), "but it has 1,038 (4 too many)"),
+    "odd": (header(20240520, 1, 5) + bytes(9), "but it has 1,033 (1 too few)"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_file_is_refused_with_its_name_and_numbers(tmp_path: Path, kind: str) -> None:
+    content, message = BROKEN[kind]
+    path = tmp_path / "broken.bin"
+    path.write_bytes(content)
+    for reader in (verify_shard, read_shard):
+        with pytest.raises(ShardError) as caught:
+            reader(path)
+        assert str(path) in str(caught.value) and message in str(caught.value)
+        assert str(caught.value).endswith("; make or fetch it again")
+
+
+@pytest.mark.parametrize("reader", [verify_shard, read_shard])
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path, reader) -> None:
+    for path, message in ((tmp_path / "none.bin", "no such file"), (tmp_path, "is not a file")):
+        with pytest.raises(ShardError, match=f"{path}: {message}; make or fetch it"):
+            reader(path)
+
+
+def test_a_shard_that_cannot_be_opened_is_named_and_not_taken_for_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer reports it; the tools, which make broken shards again, must not touch it."""
+    write_shard(tmp_path / "s.bin", [1, 2, 3])
+
+    def no_access(path: Path, _: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", no_access)
+    with pytest.raises(ShardError, match="s.bin: cannot be read: Permission denied: check the file"):
+        read_shard(tmp_path / "s.bin")
+    with pytest.raises(PermissionError):
+        verify_shard(tmp_path / "s.bin")
+
+
+def test_tokens_that_were_read_do_not_change_with_the_file(tmp_path: Path) -> None:
+    write_shard(tmp_path / "s.bin", range(5000))
+    tokens = read_shard(tmp_path / "s.bin")
+    with open(tmp_path / "s.bin", "r+b") as file:
+        file.seek(HEADER_BYTES)
+        file.write(bytes(100))
+    assert tokens.tolist() == list(range(5000))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([1, 65536], "65536 does not fit"), ([-1], "-1 does not fit"), ([0.5], "float64"), ([[1]], "flat"), ([], "not 0")],
+)
+def test_what_is_no_token_is_refused_and_nothing_written(tmp_path: Path, tokens: list, message: str) -> None:
+    with pytest.raises(ShardError, match=message):
+        write_shard(tmp_path / "s.bin", tokens)
+    assert not list(tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files that are whole at any moment
+
+
+class Disk:
+    """What os.fsync and os.replace did, in order; call number `fail_at` of them raises `error` instead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.fail_at, self.error = -1, OSError(errno.ENOSPC, "No space left on device")
+        fsync, replace = os.fsync, os.replace
+
+        def sync(descriptor: int) -> None:
+            self.note("sync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync file")
+            fsync(descriptor)
+
+        def rename(source: Path, target: Path) -> None:
+            self.note("rename")
+            replace(source, target)
+
+        monkeypatch.setattr("data.shards.os.fsync", sync)
+        monkeypatch.setattr("data.shards.os.replace", rename)
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if len(self.calls) - 1 == self.fail_at:
+            raise self.error
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_file_is_on_disk_before_it_takes_its_name_and_the_name_after(tmp_path: Path, disk: Disk) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+    with whole_file(tmp_path / "f") as file:
+        file.write(b"new")
+        file.flush()
+        assert (tmp_path / "f").read_bytes() == b"old" and disk.calls == []
+    assert disk.calls == ["sync file", "rename", "sync folder"]
+    assert content_of(tmp_path) == {"f": b"new"}
+
+
+@pytest.mark.parametrize("old", [{}, {"f": b"old"}])
+@pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt])
+def test_a_writer_that_raises_leaves_the_old_file_and_no_other(tmp_path: Path, old: dict[str, bytes], error) -> None:
+    for name, content in old.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error), whole_file(tmp_path / "f") as file:
+        file.write(b"half of it" * 10_000)
+        raise error
+    assert content_of(tmp_path) == old
+
+
+@pytest.mark.parametrize("fail_at, left", enumerate((b"old", b"old", b"new")))
+def test_a_disk_that_fails_leaves_the_old_file_or_the_new_and_no_other(
+    tmp_path: Path, disk: Disk, fail_at: int, left: bytes
+) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+    disk.fail_at = fail_at
+    with pytest.raises(OSError, match="No space"), whole_file(tmp_path / "f") as file:
+        file.write(b"new")
+    assert content_of(tmp_path) == {"f": left}
+
+
+def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path: Path, disk: Disk) -> None:
+    disk.fail_at, disk.error = 2, OSError(errno.EINVAL, "Invalid argument")
+    with whole_file(tmp_path / "f") as file:
+        file.write(b"new")
+    assert disk.calls[2] == "sync folder" and content_of(tmp_path) == {"f": b"new"}
+
+
+def test_what_a_killed_writer_left_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "s.bin.tmp").write_bytes(b"left" * 1000)
+    write_shard(tmp_path / "s.bin", [1, 2, 3])
+    assert list(content_of(tmp_path)) == ["s.bin"] and read_shard(tmp_path / "s.bin").tolist() == [1, 2, 3]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A row of shards, and what the tools share
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=20), max_size=12),
+    shard_tokens=st.integers(1, 30),
+    first=st.integers(0, 3),
+)
+def test_a_row_of_shards_is_the_stream_of_documents(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], shard_tokens: int, first: int
+) -> None:
+    folder = tmp_path_factory.mktemp("row")
+    writer = ShardWriter(folder, lambda index: shard_name("t", "train", index), shard_tokens, first)
+    for document in documents:
+        writer.add(document)
+    writer.close()
+    shards = [read_shard(path).tolist() for path in sorted(folder.iterdir())]
+    assert sum(shards, []) == sum(documents, [])
+    assert all(len(shard) == shard_tokens for shard in shards[:-1])
+    names = [f"t_train_{index:06d}.bin" for index in range(first, first + len(shards))]
+    assert writer.written == dict(zip(names, map(len, shards))) and sorted(p.name for p in folder.iterdir()) == names
+
+
+def test_a_full_shard_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, lambda index: f"{index}.bin", 4)
+    writer.add([1, 2, 3])
+    assert not list(tmp_path.iterdir()) and writer.room == 1
+    writer.add([4, 5])
+    assert read_shard(tmp_path / "0.bin").tolist() == [1, 2, 3, 4] and writer.pending == 1
+
+
+def test_a_locked_folder_lets_one_in_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    entered = threading.Event()
+
+    def second() -> None:
+        with locked(tmp_path):
+            entered.set()
+
+    with locked(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(10)
+    thread.join()
+    assert "waiting for another process" in capsys.readouterr().err
+
+
+def test_a_number_option_takes_its_range_only() -> None:
+    take = number_between(0, 10_000)
+    assert (take("0"), take("10_000")) == (0, 10_000)
+    for text in ("-1", "10001"):
+        with pytest.raises(Exception, match=r"is not in 0\.\.10000"):
+            take(text)

@@ -1,0 +1,63 @@
+"""Each GPU kernel compiles for the chips it is meant for, as it is launched at the record preset's size, and fits them.
+
+The cases are those of bench/kernels.py. Their launchers run on tensors without memory, up to the launch itself; Triton then
+compiles what it was given for sm_80 (A100), sm_90 (H100) and sm_100 (B200), for FP8 sm_89 (RTX 4090) in place of sm_80.
+"""
+
+import re
+
+import pytest
+
+from bench import kernels as bench
+
+TARGETS = [(name, capability) for name, case in bench.CASES.items() for capability in (89 if case.fp8 else 80, 90, 100)]
+
+
+@pytest.mark.parametrize("name, capability", TARGETS)
+def test_kernel_compiles_and_fits(name: str, capability: int) -> None:
+    case = bench.CASES[name]
+    launch = bench.launch_of(case, capability)
+    found = bench.compiled(launch, capability)
+    assert 0 < found.shared <= bench.CHIPS[capability].shared_memory
+    assert 32 * launch.options["num_warps"] * found.registers <= 65536  # all the registers of a processor
+    if capability == 90:
+        assert found.spilled == 0
+        assert ("wgmma.mma_async" in found.ptx) == case.matrix  # Hopper's matrix instruction, and none where none is meant
+    if capability >= 90:
+        tensor_memory_accelerator = "cp.async.bulk.tensor" in found.ptx
+        assert tensor_memory_accelerator == name.startswith("relu_squared")
+
+
+@pytest.mark.parametrize("name", ["XXT", "relu_squared_backward"])
+def test_products_fit_a_small_chip(name: str) -> None:
+    """An RTX 4090 has 99 KB of shared memory a block."""
+    found = bench.compiled(bench.launch_of(bench.CASES[name], 89), 89)
+    assert found.shared <= bench.CHIPS[89].shared_memory
+
+
+def test_symmetric_products_launch_one_triangle() -> None:
+    """768 = 6 tiles: 21 on and below the diagonal, for each matrix; all 36 where the result is not symmetric."""
+    grids = {name: bench.launch_of(bench.CASES[name], 90).grid for name in ("XXT", "XTX", "ba_plus_cAA", "aX_plus_BX")}
+    assert grids == {"XXT": (21, 5), "XTX": (21, 3), "ba_plus_cAA": (21, 5), "aX_plus_BX": (36, 5)}
+
+
+def test_few_processors_are_taken_from_communication() -> None:
+    for name in ("transpose_add", "transpose_copy"):
+        assert bench.launch_of(bench.CASES[name], 90).grid == (32,)
+
+
+def test_strips_that_wait_for_their_gradients_stay_in_l2() -> None:
+    """50 MB on an H100; and as many sums are ahead of a gradient as programs run at once, two a processor."""
+    config, launch = bench.tk.LOSS, bench.launch_of(bench.CASES["loss_and_fp8_gradient"], 90)
+    strip = config["ROWS"] * 50304 * 2
+    assert (config["AHEAD"] + 1) * strip < 50e6 * 0.6
+    assert config["AHEAD"] * 2 * -(-50304 // config["WIDTH"]) >= launch.grid[0]
+
+
+def test_loss_takes_five_special_functions_a_logit() -> None:
+    """Two where it sums, three in its gradients, 16 logits a thread and round; and not the guarded forms of several steps."""
+    found = bench.compiled(bench.launch_of(bench.CASES["loss_and_fp8_gradient"], 90), 90)
+    loops = bench.innermost_loops(found.cubin)
+    special = [sum(count for name, count in loop.items() if name.startswith("MUFU")) for loop in loops]
+    assert sorted(count for count in special if count) == [2 * 16, 3 * 16]
+    assert not re.search(r"ex2\.approx\.f32|div\.full|rcp\.rn", found.ptx)

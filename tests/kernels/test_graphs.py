@@ -1,0 +1,141 @@
+"""The GPU's way through the trainer, without a GPU: which kernels a graph holds; its fused head is the separate one."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+import triton_kernels as tk
+from bench.kernel_checks import U32, normal
+from train_gpt import FP8_GRAD_SCALE, FP8_W_SCALE, FP8_X_SCALE, GPT, ForwardSchedule, polar_express
+from triton_kernels import fp8_linear, softcapped_cross_entropy
+
+bf16, fp32 = torch.bfloat16, torch.float32
+SCALES = FP8_X_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE
+
+
+@pytest.fixture
+def kernels_of_the_gpu() -> Iterator[None]:
+    """For tensors without memory, on meta, or fake ones on cpu: PyTorch's CPU build has no others."""
+    with tk.kernels_of("cuda"):
+        yield
+
+
+def nodes_of(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+# Polar Express
+
+
+@pytest.mark.parametrize("shape", [(3, 3072, 768), (5, 768, 768)], ids=["tall", "square"])
+def test_polar_express_is_its_products_and_nothing_else(kernels_of_the_gpu: None, shape: tuple[int, ...]) -> None:
+    """After scaling, five times: Gram matrix, polynomial, product. No transpose, no copy, no conversion between them."""
+    nodes = nodes_of(make_fx(polar_express)(torch.empty(shape, dtype=bf16, device="meta")))
+    first = nodes.index("bankrun.gram.default")
+    assert nodes[first:] == 5 * (["bankrun.gram.default"] + 2 * ["bankrun.multiply_add.default"])
+
+
+def test_products_copy_no_contiguous_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(tk, "launch", lambda kernel, grid, *args, **options: launched.append(args))
+    X, B, out = torch.empty(2, 48, 32), torch.empty(2, 32, 32), torch.empty(2, 48, 32)
+    assert tk.launch_product(X, B, X, out, 1.0, 2.0) is out
+    (args,) = launched
+    assert [t.data_ptr() for t in args[:4]] == [t.data_ptr() for t in (X, B, X, out)]
+
+
+def test_compiled_polar_express_is_one_graph(kernels_of_the_gpu: None) -> None:
+    """As normuon_update is compiled on a GPU: dispatch and custom operators all pass through Dynamo."""
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    X = torch.empty(3, 64, 32, dtype=bf16, device="meta")
+    found = torch.compile(polar_express, backend=keep, fullgraph=True, dynamic=False)(X)
+    torch._dynamo.reset()
+    assert found.shape == (3, 64, 32) and found.dtype == bf16 and len(graphs) == 1
+    assert sum("bankrun" in node for node in nodes_of(graphs[0])) == 15
+
+
+# The whole model
+
+
+def test_training_step_holds_the_fused_kernels(kernels_of_the_gpu: None) -> None:
+    """Forward and backward of the model in fake tensors at the record preset's widths: shapes, and a count of the kernels."""
+    tokens = 1024
+    with FakeTensorMode():
+        model = GPT(50257, 11, 6, 128, 768, tokens, fp8_head=True)
+        schedule = ForwardSchedule(torch.ones(3), 128, 384, 1024)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
+            loss = model(inputs, targets, starts, schedule)
+            assert loss.shape == () and loss.dtype == fp32
+            return list(torch.autograd.grad(loss, list(model.parameters())))
+
+        ids = torch.zeros(tokens, dtype=torch.int32)
+        batch = ids, ids.long(), torch.zeros(64, dtype=torch.int32)
+        for param, grad in zip(model.parameters(), step(*batch)):
+            assert (grad.shape, grad.dtype, grad.is_contiguous()) == (param.shape, param.dtype, True), param.label
+        nodes = nodes_of(make_fx(step)(*batch))
+    expected = {"relu_squared": 22, "fp8_head_loss": 1, "fp8_head_loss_backward": 1}
+    assert {name: nodes.count(f"bankrun.{name}.default") for name in expected} == expected
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_bf16_head_keeps_its_shapes(kernels_of_the_gpu: None, training: bool) -> None:
+    """Chips without FP8, and every evaluation."""
+    with FakeTensorMode():
+        model = GPT(50257, 11, 6, 128, 768, 256).train(training)
+        tokens, starts = torch.zeros(256, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+        loss = model(tokens, tokens.long(), starts, ForwardSchedule(torch.ones(2), 128, 128))
+        assert loss.shape == () and loss.dtype == fp32
+        if training:
+            loss.backward()
+            assert model.lm_head.grad.shape == model.lm_head.shape and model.lm_head.grad.dtype == bf16
+
+
+# The fused head, on the references
+
+
+def head_inputs() -> tuple[torch.Tensor, ...]:
+    x, w = normal("x", (48, 32)).requires_grad_(), normal("w", (32, 128), 0.1).requires_grad_()
+    return x, w, (normal("targets", (48,)).abs() * 1000).long() % 128, torch.tensor([1.0, 0.5, 0.25])
+
+
+def test_fused_head_is_the_separate_one_to_the_bit() -> None:
+    x, w, targets, weights = head_inputs()
+    fused = tk.fp8_head_loss_op(x, w, targets, weights, *SCALES)[0]
+    apart = softcapped_cross_entropy(fp8_linear(x, w, *SCALES), targets, weights)
+    assert torch.equal(fused, apart)
+    for a, b in zip(torch.autograd.grad(fused, (x, w)), torch.autograd.grad(apart, (x, w))):
+        assert torch.equal(a, b) and a.is_contiguous()
+
+
+def test_fused_head_takes_any_incoming_gradient() -> None:
+    """It enters the scale of the products, so that FP8 rounding does not depend on it: exact but for fp32 roundings."""
+    x, w, targets, weights = head_inputs()
+    loss = tk.fp8_head_loss_op(x, w, targets, weights, *SCALES)[0]
+    once = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    for factor in (3.0, 1e-6, -0.125):
+        for a, b in zip(torch.autograd.grad(factor * loss, (x, w), retain_graph=True), once):
+            assert ((a.double() - factor * b.double()).abs() <= 4 * U32 * (factor * b.double()).abs()).all()
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+def test_fused_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
+    """Of the operators that run without a GPU; the others' fake tensors are those of the graphs above."""
+    x, w, targets, weights = head_inputs()
+    x, w = x.detach().to(dtype), w.detach().to(dtype)
+    forward, backward = torch.ops.bankrun.fp8_head_loss.default, torch.ops.bankrun.fp8_head_loss_backward.default
+    rules = ("test_autograd_registration", "test_faketensor")
+    opcheck(forward, (x, w, targets, weights, *SCALES), test_utils=rules)
+    opcheck(forward, (x.clone().requires_grad_(), w.clone().requires_grad_(), targets, weights, *SCALES), test_utils=rules)
+    loss, *saved = forward(x, w, targets, weights, *SCALES)
+    opcheck(backward, (loss, *saved, dtype, *SCALES), test_utils=rules)

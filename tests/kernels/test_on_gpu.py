@@ -1,0 +1,89 @@
+"""Each GPU kernel on a GPU: bench/kernel_checks.py in bf16, and the record preset's sizes. Skipped where there is none."""
+
+import pytest
+import torch
+
+from bench import kernel_checks as checks
+from train_gpt import FP8_GRAD_SCALE, FP8_W_SCALE, FP8_X_SCALE, polar_express
+from triton_kernels import fp8_head_loss, fp8_linear, loss_and_fp8_gradient, softcapped_cross_entropy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+fp8_units = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no FP8 units"
+)
+BF16 = torch.bfloat16
+VALUES = ["random", "zeros", "equal", "large", "nan"]
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (2, 130, 70), (257, 40), (3, 20, 300), (5, 768, 768), (3, 3072, 768)], ids=str)
+@pytest.mark.parametrize("name", ["XXT", "XTX", "ba_plus_cAA", "aX_plus_BX", "aX_plus_XB"])
+def test_product(name: str, shape: tuple[int, ...]) -> None:
+    for values in VALUES:
+        checks.check_product(name, shape, BF16, values, False, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 16), (150, 72, 312), (16384, 768, 3072)], ids=str)
+def test_relu_squared(sizes: tuple[int, int, int]) -> None:
+    for values in VALUES:
+        checks.check_relu_squared(sizes, BF16, values, "cuda")
+
+
+@pytest.mark.parametrize("T, V", [(1, 3), (65, 1030), (330, 2100), (2048, 50304)])
+def test_loss(T: int, V: int) -> None:
+    for values in VALUES:
+        checks.check_loss(T, V, 3, BF16, values, "cuda")
+
+
+@fp8_units
+def test_fp8_is_rounded_to_nearest() -> None:
+    checks.check_loss_in_fp8("cuda", checks.NEAREST)
+    checks.check_quantize_in_fp8("cuda", checks.NEAREST)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (130, 70), (49152, 768)], ids=str)
+def test_quantize(shape: tuple[int, int]) -> None:
+    checks.check_quantize(shape, BF16, "cuda")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (70, 130), (50304, 768), (768, 50304)], ids=str)
+def test_transposes(shape: tuple[int, int]) -> None:
+    checks.check_transpose(shape, BF16, "cuda")
+
+
+@fp8_units
+def test_loss_at_the_record_does_not_overflow_and_repeats_itself() -> None:
+    """49152 x 50304 elements are more than int32 counts: the last rows against fp64, and every bit a second time."""
+    T, V, last = 49152, 50304, 256
+    logits = torch.randn(T, V, device="cuda", dtype=torch.bfloat16) * 4
+    targets = torch.randint(V, (T,), device="cuda")
+    weights = torch.tensor([1.0, 0.5, 0.25], device="cuda")
+    run = lambda: loss_and_fp8_gradient(logits, targets, weights, FP8_GRAD_SCALE, torch.float8_e5m2)
+    first, second = run(), run()
+    for a, b in zip(first[1:], second[1:]):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[2][:, -last:].view(torch.uint8), first[1][-last:].view(torch.uint8).mT)
+    exact = checks.exact_loss(logits[-last:], targets[-last:], weights)[1] / FP8_GRAD_SCALE
+    checks.assert_within(first[1][-last:].float(), exact, 0.126 * exact.abs() + 2.0**-16 + 600 * checks.GRADIENT_ERROR)
+
+
+@fp8_units
+def test_fused_head_is_the_separate_one() -> None:
+    """The GPU's one node against FP8 product and loss apart, whose gradient is rounded to bf16 before it is to e5m2."""
+    T, dim, V = 2048, 768, 50304
+    inputs = [torch.randn(T, dim, device="cuda").bfloat16(), (torch.randn(dim, V, device="cuda") * 0.05).bfloat16()]
+    inputs = [x.requires_grad_() for x in inputs]
+    targets, weights = torch.randint(V, (T,), device="cuda"), torch.tensor([1.0, 0.5], device="cuda")
+    scales = FP8_X_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE
+    fused = fp8_head_loss(*inputs, targets, weights, *scales)
+    apart = softcapped_cross_entropy(fp8_linear(*inputs, *scales), targets, weights)
+    assert torch.allclose(fused, apart, rtol=1e-6)
+    for a, b in zip(torch.autograd.grad(2 * fused, inputs), torch.autograd.grad(apart, inputs)):
+        assert (a.float() - 2 * b.float()).norm() < 0.05 * (2 * b.float()).norm()
+
+
+def test_polar_express_is_that_of_fp64() -> None:
+    for shape in ((5, 768, 768), (3, 3072, 768)):
+        G = torch.randn(shape, device="cuda")
+        found, exact = polar_express(G), polar_express(G.double())
+        assert (found.double() - exact).norm() < 0.02 * exact.norm()

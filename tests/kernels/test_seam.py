@@ -1,0 +1,184 @@
+"""Inside kernels_of a function is its kernel, outside its reference; what the machine wants is what it gets."""
+
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import triton_kernels as tk
+from bench.kernel_checks import normal
+
+bf16, fp32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def double():
+    """double(x) is 2 x, by its reference; its kernel on `cuda` says so instead."""
+
+    @tk.has_kernel
+    def double(x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Twice x."""
+        return 2 * x
+
+    @double.kernel("cuda")
+    def _(x: Tensor, out: Tensor | None = None) -> tuple:
+        return "kernel", x, out
+
+    return double
+
+
+@pytest.mark.parametrize("device, dtype", itertools.product(("cpu", "meta"), (bf16, fp32, torch.float64)))
+def test_kernel_inside_reference_outside(double, device: str, dtype: torch.dtype) -> None:
+    x, out = torch.ones(3, device=device, dtype=dtype), torch.ones(1)
+    assert isinstance(double(x), Tensor)
+    with tk.kernels_of("cuda"):
+        assert double(x) == ("kernel", x, None)
+        assert double(x, out) == double(x, out=out) == ("kernel", x, out)
+        with tk.kernels_of("cpu"):
+            assert isinstance(double(x), Tensor)
+        assert double(x)[0] == "kernel"
+    assert isinstance(double(x), Tensor)
+
+
+def test_seam_closes_after_an_error(double) -> None:
+    with pytest.raises(KeyError), tk.kernels_of("cuda"):
+        raise KeyError
+    assert isinstance(double(torch.ones(3)), Tensor)
+
+
+@pytest.mark.parametrize(
+    "dtype, found", [(bf16, True), (torch.float16, True), (torch.float8_e5m2, True), (fp32, False), (torch.float64, False)]
+)
+def test_kernels_serve_16_bits_and_less_of_their_device(double, dtype: torch.dtype, found: bool) -> None:
+    """Tensors cannot be on a GPU here; what is chosen looks at device and dtype alone."""
+    x = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=dtype)
+    assert (tk.kernel_device(x) == "cuda") == found
+    if found:
+        assert double(x)[0] == "kernel"
+    elsewhere = SimpleNamespace(device=SimpleNamespace(type="cpu"), dtype=dtype)
+    assert tk.kernel_device(elsewhere) != "cuda"
+
+
+def test_decorated_function_keeps_its_name_and_docstring(double) -> None:
+    assert (double.__name__, double.__doc__) == ("double", "Twice x.")
+
+
+def test_compiled_function_follows_the_seam() -> None:
+    """One graph each, without a break; entering the seam compiles anew, leaving it does not."""
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda X: tk.XXT(X), backend=keep, fullgraph=True, dynamic=False)
+    X = torch.empty(8, 4, dtype=bf16, device="meta")
+    for forced in ("cpu", "cuda", "cpu", "cuda"):
+        with tk.kernels_of(forced):
+            assert compiled(X).shape == (8, 8)
+    torch._dynamo.reset()
+    assert [any("bankrun" in node for node in nodes) for nodes in graphs] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float16, fp32, torch.float64])
+def test_flash_attention_takes_16_bits_on_a_gpu(dtype: torch.dtype) -> None:
+    x = torch.ones(1, dtype=dtype)
+    assert not tk.uses_flash(x)
+    with tk.kernels_of("cuda"):
+        assert tk.uses_flash(x) == (dtype in (bf16, torch.float16))
+
+
+# Every function that has a kernel: what of PyTorch's own, or of a reference's, does its kernel not call?
+
+TARGETS, WEIGHTS = torch.zeros(32, dtype=torch.int64), torch.ones(2)
+SCALES = 0.25, 0.01, 0.002
+CALLS = {
+    "XXT": lambda x: tk.XXT(x, x.new_empty(32, 32)),
+    "XTX": lambda x: tk.XTX(x, x.new_empty(16, 16)),
+    "ba_plus_cAA": lambda x: tk.ba_plus_cAA(x @ x.mT, 1.0, 2.0, x.new_empty(32, 32)),
+    "aX_plus_BX": lambda x: tk.aX_plus_BX(x[None], (x @ x.mT)[None], 2.0),
+    "relu_squared_mlp": lambda x: tk.relu_squared_mlp(x, x, x),
+    "quantize_fp8": lambda x: tk.quantize_fp8(x, 1.0, torch.float8_e4m3fn),
+    "quantize_fp8_both": lambda x: tk.quantize_fp8_both(x, 1.0, torch.float8_e4m3fn),
+    "softcapped_cross_entropy": lambda x: tk.softcapped_cross_entropy(x, TARGETS, WEIGHTS),
+    "loss_and_fp8_gradient": lambda x: tk.loss_and_fp8_gradient(x, TARGETS, WEIGHTS, 1.0, torch.float8_e5m2),
+    "fp8_head_loss": lambda x: tk.fp8_head_loss(x, x.mT.contiguous(), TARGETS, WEIGHTS, *SCALES),
+    "transpose_add": lambda x: tk.transpose_add(x, torch.zeros(16, 32, dtype=x.dtype)),
+    "transpose_copy": lambda x: tk.transpose_copy(x, torch.zeros(16, 32, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_launch_inside_and_not_outside(name: str) -> None:
+    x = normal("x", (32, 16))
+    with mock.patch.object(tk, "launch") as launched:
+        CALLS[name](x)
+        assert not launched.called
+        with tk.kernels_of("cuda"):
+            CALLS[name](x)
+        assert launched.called
+
+
+def test_fp8_products_are_scaled_mm_inside_and_not_outside() -> None:
+    a, b = (normal(label, (16, 16)).to(torch.float8_e4m3fn) for label in "ab")
+    with mock.patch.object(torch, "_scaled_mm", side_effect=torch._scaled_mm) as scaled_mm:
+        outside = tk.fp8_matmul(a, b, 0.5, fp32, False)
+        assert not scaled_mm.called
+        with tk.kernels_of("cuda"):
+            inside = tk.fp8_matmul(a, b, 0.5, fp32, False)
+        assert scaled_mm.called
+    size = 0.5 * a.double().abs() @ b.double().abs()
+    assert ((inside.double() - outside.double()).abs() <= 40 * 2.0**-24 * size).all()  # 16 terms summed in another order
+
+
+# What the machine wants
+
+
+def test_cache_holds_as_many_rows_as_fit() -> None:
+    rows, shape = 7, (7, 3, 5)
+    bank, moments = normal("bank", shape), normal("moments", (7, 3, 1))
+    for limit, sizes in ((1, [1] * rows), (15, [1] * rows), (44, [2, 2, 2, 1]), (45, [3, 3, 1]), (105, [7]), (65_536, [7])):
+        with mock.patch.object(tk, "CPU_CACHE_ELEMENTS", limit):
+            found = list(tk.cache_sized(bank, None, moments))
+        assert [len(piece) for piece, _, _ in found] == sizes
+        assert all(none is None and len(piece) == len(other) for piece, none, other in found)
+        assert torch.equal(torch.cat([piece for piece, _, _ in found]), bank)
+        assert torch.equal(torch.cat([other for _, _, other in found]), moments)
+
+
+def test_pieces_are_views() -> None:
+    bank = torch.zeros(5, 2)
+    with mock.patch.object(tk, "CPU_CACHE_ELEMENTS", 4):
+        for (piece,) in tk.cache_sized(bank):
+            piece += 1
+    assert torch.equal(bank, torch.ones(5, 2))
+
+
+def test_other_devices_take_all_rows_at_once() -> None:
+    bank = torch.empty(100, 1000, 1000, device="meta")
+    ((piece, none),) = tk.cache_sized(bank, None)
+    assert piece.shape == bank.shape and none is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_rows_no_pieces(device: str) -> None:
+    """A rank whose share of a bank is all padding."""
+    assert list(tk.cache_sized(torch.empty(0, 3, 5, device=device), torch.empty(0, 3, device=device))) == []
+
+
+def test_fused_on_gpu_compiles_once_and_only_there() -> None:
+    @tk.fused_on_gpu
+    def add(x, y: int):
+        """x + y"""
+        return "plain", x, y
+
+    on_gpu, on_cpu = SimpleNamespace(is_cuda=True), torch.ones(2)
+    with mock.patch.object(torch, "compile", return_value=lambda x, y: ("fused", x, y)) as compile:
+        assert add(on_cpu, 3) == ("plain", on_cpu, 3) and not compile.called
+        assert add(on_gpu, 3) == add(on_gpu, 3) == ("fused", on_gpu, 3)
+        compile.assert_called_once_with(add.__wrapped__, dynamic=False, fullgraph=True)
+    assert (add.__name__, add.__doc__) == ("add", "x + y")

@@ -1,0 +1,143 @@
+"""The model written a second time, for tests: loops, a T×T mask, no cleverness, any dtype.
+
+It takes the tables of layers and scalars from the script that is tested, and shares no code with it or triton_kernels.py.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 2.0**-23  # of the RMS norm
+
+
+def norm(x: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
+
+
+def mask(cu_seqlens: Tensor, length: int, window: int) -> Tensor:
+    """(length, length): query t sees key s of its own document with t − window ≤ s ≤ t."""
+    document = [sum(start <= t for start in cu_seqlens.tolist()) for t in range(length)]
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for t in range(length):
+        for s in range(max(0, t - window), t + 1):
+            seen[t, s] = document[s] == document[t]
+    return seen
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """q, k, v (P, H, D), seen (P, P)."""
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    probs = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+    return torch.einsum("hts,shd->thd", probs, v)
+
+
+def frequencies(head_dim: int) -> list[float]:
+    """Radians a position, of each pair of neighbouring dims: a quarter as many as dims, then as many zeros."""
+    n = head_dim // 4
+    return [(1 / 1024) ** (j / (n - 1) if n > 1 else 0) for j in range(n)] + [0.0] * n
+
+
+def rotate(x: Tensor, positions: list[list[int]], freq: list[float]) -> Tensor:
+    """x (T, H, D), positions[t][h]. Angles are products of fp32 numbers, rounded to fp32, as the tables are."""
+    angle = torch.tensor(positions, dtype=torch.float32)[..., None] * torch.tensor(freq, dtype=torch.float32)  # (T, H, D/2)
+    c, s = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    y = torch.empty_like(x)
+    y[..., 0::2] = c * x[..., 0::2] + s * x[..., 1::2]
+    y[..., 1::2] = c * x[..., 1::2] - s * x[..., 0::2]
+    return y
+
+
+def offset_keys(k: Tensor) -> Tensor:
+    """k[t] ← k[t−1] in the second and the last quarter of the dims."""
+    D = k.size(-1)
+    out = k.clone()
+    for t in range(1, len(k)):
+        for first, last in ((D // 4, D // 2), (3 * D // 4, D)):
+            out[t, :, first:last] = k[t - 1, :, first:last]
+    return out
+
+
+def layer_attention(
+    x: Tensor, W_qkv: Tensor, W_o: Tensor, head_gate: Tensor, value: Tensor | None, freq: list[float], scale: float,
+    cu_seqlens: Tensor, window: int, paired: bool, key_offset: bool,
+) -> Tensor:  # fmt: skip
+    """x (T, dim), normed → (T, dim)."""
+    T, H = len(x), len(head_gate)
+    D = x.size(1) // H
+    heads = (x @ W_qkv.T).reshape(T, 3 * H, D)
+    q, k, v = heads[:, :H], heads[:, H : 2 * H], heads[:, 2 * H :]
+    positions = [[2 * t + h % 2 if paired else t for h in range(H)] for t in range(T)]
+    q, k = rotate(norm(q), positions, freq), rotate(norm(k), positions, freq)
+    if value is not None:
+        v = v + value
+    if key_offset:
+        k = offset_keys(k)
+    if paired:
+
+        def double(z: Tensor) -> Tensor:
+            """Row 2t holds heads 0 .. H/2−1 of token t, row 2t+1 the others."""
+            return torch.stack([z[r // 2, (r % 2) * H // 2 : (r % 2 + 1) * H // 2] for r in range(2 * T)])
+
+        y2 = attention(double(q), double(k), double(v), mask(2 * cu_seqlens, 2 * T, window), scale)
+        y = torch.stack([torch.cat((y2[2 * t], y2[2 * t + 1])) for t in range(T)])
+    else:
+        y = attention(q, k, v, mask(cu_seqlens, T, window), scale)
+    y = y * torch.sigmoid(x[:, :12] @ head_gate.T)[..., None]
+    return y.reshape(T, H * D) @ W_o.T
+
+
+def named_scalars(scalars: Tensor, table: dict[str, list[float]]) -> dict[str, Tensor]:
+    """Each name's piece of the parameter, one piece after the other."""
+    pieces, first = {}, 0
+    for name, values in table.items():
+        pieces[name] = scalars[first : first + len(values)]
+        first += len(values)
+    return pieces
+
+
+def hidden_states(
+    p: dict[str, Tensor], layers: tuple[Any, ...], scalars: dict[str, list[float]], H: int, inputs: Tensor, cu_seqlens: Tensor,
+    windows: dict[str, int], freq: list[float], scale: float,
+) -> Tensor:  # fmt: skip
+    """What the head reads; p: parameters by label; layers, scalars: the script's tables; windows: tokens, by name."""
+    sigmoid, dim, tokens, s = torch.sigmoid, p["embed"].size(1), inputs.long(), named_scalars(p["scalars"], scalars)
+    e = p["embed"][tokens]
+    rows = [e[0]]
+    for t in range(1, len(e)):
+        rows.append(e[t] + s["smear_lambda"] * sigmoid(p["smear_gate"][0] @ e[t, :12]) * e[t - 1])
+    x = x0 = norm(torch.stack(rows))
+    kept = {}
+    for i, layer in enumerate(layers):
+        if layer.add:
+            x = x + sigmoid(s["skip_lambda"]) * 2 * sigmoid(x0[:, :12] @ p["skip_gate"].T) * kept[layer.add]
+        x = s["resid_lambda"][i] * x + p["x0_lambdas"][i] * x0
+        if layer.window:
+            a = sum(bool(before.window) for before in layers[:i])
+            xn, value = norm(x), None
+            if layer.value:
+                row = sum(bool(before.value) for before in layers[:i])
+                gate = 2 * sigmoid(xn[:, :12] @ p["ve_gate_bank"][row].T)  # (T, H)
+                value = gate[..., None] * p[layer.value][tokens].view(len(x), H, -1)
+            W_qkv, W_o = p["attn"][a, : 3 * dim], p["attn"][a, 3 * dim :]
+            x = x + layer_attention(
+                xn, s["sa_lambda"][2 * i] * W_qkv, s["sa_lambda"][2 * i + 1] * W_o, p["attn_gate_bank"][a], value, freq, scale,
+                cu_seqlens, windows[layer.window], layer.paired, layer.key_offset,
+            )  # fmt: skip
+        x = x + F.relu(norm(x) @ p["mlp"][i, 0].T) ** 2 @ p["mlp"][i, 1]
+        if layer.keep:
+            kept[layer.keep] = x
+    return norm(x - s["backout_lambda"] * kept["backout"])
+
+
+def softcap(logits: Tensor) -> Tensor:
+    return 23 * torch.sigmoid((logits + 5) / 7.5)
+
+
+def training_loss(logits: Tensor, targets: Tensor, weights: list[float]) -> Tensor:
+    """Σ_t Σ_k w_k · CE(z[t], targets[t + k])."""
+    log_probs = torch.log_softmax(softcap(logits), -1)
+    T = len(targets)
+    return sum(-w * log_probs[t, targets[t + k]] for k, w in enumerate(weights) for t in range(T) if t + k < T)

@@ -1,0 +1,29 @@
+"""SCRIPT=idea.py ./test.sh tests/recipe: the script that is tested is the idea, in every process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bench.communication
+import train_gpt
+from common import ROOT, SCRIPT
+
+
+def seen(rank: int = 0, world_size: int = 1) -> tuple[str, str, bool]:
+    """The script's file, its marker, and whether the project's other modules have the same one."""
+    return train_gpt.__file__, getattr(train_gpt, "MARKER", ""), bench.communication.train_gpt is train_gpt
+
+
+def test_every_process_tests_the_same_script(run_ranks) -> None:
+    assert [seen(), *run_ranks(2, seen)] == [(str(SCRIPT), os.environ.get("MARKER", ""), True)] * 3
+
+
+def test_script_may_be_an_idea(tmp_path: Path) -> None:
+    idea = tmp_path / "idea.py"
+    idea.write_text(SCRIPT.read_text() + "\nMARKER = 'an idea'\n")
+    test = f"{__file__}::{test_every_process_tests_the_same_script.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", test]
+    environment = {**os.environ, "SCRIPT": f"{idea}", "MARKER": "an idea"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr

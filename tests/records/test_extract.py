@@ -1,0 +1,180 @@
+"""extract.py writes a run's sources back as they were, or nothing; what it wrote runs."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from made_logs import ROOT, SOURCES, make_log, step_lines
+
+import extract
+from runlog import read_log
+
+from data.shards import write_shard
+
+
+def tree(folder):
+    """Every file below a folder: path, content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_source_is_written_to_its_path(tmp_path, capsys):
+    sources = {"my ideas/idea.py": b"x = 1\r\n\n", "data/deep/er/loader.py": "y = 'é'".encode(), **SOURCES}
+    (tmp_path / "log.txt").write_bytes(make_log(sources))
+    folder = tmp_path / "new" / "again"
+    extract.main([str(tmp_path / "log.txt"), str(folder)])
+    assert tree(folder) == sources
+    *paths, how = capsys.readouterr().out.splitlines()
+    assert paths == [str(folder / name) for name in sources] and how == f"run it: ./run.sh '{folder}/my ideas/idea.py'"
+
+
+def test_no_file_is_overwritten_unless_forced(tmp_path):
+    log, folder = tmp_path / "log.txt", tmp_path / "again"
+    log.write_bytes(make_log())
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "shards.py").write_bytes(b"mine")
+    (folder / "other.py").write_bytes(b"other")
+    with pytest.raises(SystemExit, match=r"again/data/shards\.py exists: choose another folder, or --force"):
+        extract.main([str(log), str(folder)])
+    assert tree(folder) == {"data/shards.py": b"mine", "other.py": b"other"}
+    extract.main([str(log), str(folder), "--force"])
+    assert tree(folder) == SOURCES | {"other.py": b"other"}
+
+
+@pytest.mark.parametrize(
+    "name, fault",
+    [
+        ("/tmp/escape.py", "not a relative path"),
+        ("//server/share/escape.py", "not a relative path"),
+        ("C:escape.py", "not a relative path"),
+        ("c:/escape.py", "not a relative path"),
+        ("../escape.py", r"empty part, \. or \.\."),
+        ("data/../../escape.py", r"empty part, \. or \.\."),
+        ("data/..", r"empty part, \. or \.\."),
+        ("./escape.py", r"empty part, \. or \.\."),
+        ("data//escape.py", r"empty part, \. or \.\."),
+        ("data/", r"empty part, \. or \.\."),
+        ("data\\escape.py", "backslash"),
+        ("..\\escape.py", "backslash"),
+        ("escape\x1b[2J.py", "not printable"),
+        ("data/escape\u2028.py", "not printable"),
+        ("train_gpt.py/escape.py", r"train_gpt\.py is a file of this log too"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_paths_that_leave_the_folder_are_refused(tmp_path, name, fault, first):
+    """As the script's, and as another source's."""
+    script = name if name.endswith(".py") else f"{name}/idea.py"
+    refused(tmp_path, {script: b"x = 1\n", **SOURCES} if first else SOURCES | {name: b"x = 1\n"}, fault)
+
+
+def test_a_file_that_is_a_folder_of_the_log_is_refused(tmp_path):
+    refused(tmp_path, SOURCES | {"data": b"x = 1\n"}, "data is a file of this log too, and cannot be a folder")
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+@pytest.mark.parametrize(
+    "obstacle, said",
+    [
+        (lambda folder, outside: (folder / "data").symlink_to(outside), "data is a link"),
+        (lambda folder, outside: (folder / "data").symlink_to(folder / "absent"), "data is a link"),
+        (lambda folder, outside: (folder / "data").write_bytes(b""), "data is a file where a folder must be"),
+        (lambda folder, outside: (folder / "train_gpt.py").mkdir(), "train_gpt.py is a folder where a file must be"),
+    ],
+)
+def test_what_is_in_the_way_is_refused(tmp_path, obstacle, said, force):
+    (tmp_path / "again").mkdir()
+    (tmp_path / "outside").mkdir()
+    obstacle(tmp_path / "again", tmp_path / "outside")
+    refused(tmp_path, SOURCES, said, force)
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path):
+    (tmp_path / "again").mkdir()
+    (tmp_path / "outside.py").write_bytes(b"mine")
+    (tmp_path / "again" / "train_gpt.py").symlink_to(tmp_path / "outside.py")
+    (tmp_path / "log.txt").write_bytes(make_log())
+    extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again"), "--force"])
+    assert (tmp_path / "outside.py").read_bytes() == b"mine" and tree(tmp_path / "again") == SOURCES
+
+
+@pytest.mark.parametrize(
+    "data, said", [(step_lines().encode(), "no sources"), (make_log()[:40], "cut short within its sources")]
+)
+def test_a_log_without_sources_is_refused(tmp_path, data, said):
+    refused(tmp_path, data, said)
+
+
+def refused(tmp_path, log, said, options=()):
+    """extract.py ends with one line that says why and code 1, and no file or folder is another than before."""
+    (tmp_path / "log.txt").write_bytes(log if isinstance(log, bytes) else make_log(log))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit, match=said) as error:
+        extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again"), *options])
+    assert error.value.code.startswith("extract.py: error: ") and len(error.value.code.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("writes", range(len(SOURCES)))
+@pytest.mark.parametrize("there", [False, True])
+def test_an_error_midway_leaves_everything_as_it_was(tmp_path, monkeypatch, writes, there):
+    """The disk takes so many of the files, and no more."""
+    (tmp_path / "log.txt").write_bytes(make_log())
+    if there:
+        (tmp_path / "again" / "data").mkdir(parents=True)
+        (tmp_path / "again" / "train_gpt.py").write_bytes(b"mine")
+        (tmp_path / "again" / "data" / "shards.py").write_bytes(b"my own")
+    before = sorted(tmp_path.rglob("*")), tree(tmp_path)
+    replace, targets = os.replace, []
+
+    def fails_once(source, target):
+        targets.append(target)
+        if len(targets) == writes + 1:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails_once)
+    with pytest.raises(SystemExit, match="No space left"):
+        extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again"), "--force"])
+    assert targets[: writes + 1] == [tmp_path / "again" / name for name in SOURCES][: writes + 1]
+    assert (sorted(tmp_path.rglob("*")), tree(tmp_path)) == before
+
+
+def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):
+    """Out of a log, run, and in the run's log the same bytes: of a script with a whole log in a string and foreign line breaks.
+
+    What the run logged is all that it needs: extracted alone, it starts.
+    """
+    tokens = np.tile(np.frombuffer(b"\0" + SOURCES["train_gpt.py"] * 20, dtype=np.uint8).astype(np.uint16), 40)
+    tokens[tokens == 0] = 256
+    for split in ("train", "val"):
+        write_shard(tmp_path / f"local_{split}_000000.bin", tokens)
+    script = (ROOT / "train_gpt.py").read_bytes() + f"\nTRAP = '''\n{make_log().decode()}'''\r\n".encode()
+    modules = [
+        ROOT / "sample.py",
+        ROOT / "triton_kernels.py",
+        *sorted((ROOT / "runtime").glob("*.py")),
+        *sorted((ROOT / "data").glob("*.py")),
+    ]
+    sources = {"idea.py": script, **{str(path.relative_to(ROOT)): path.read_bytes() for path in modules}}
+    (tmp_path / "log.txt").write_bytes(make_log(sources))
+    path, *_ = extract.extract(tmp_path / "log.txt", tmp_path / "again")
+    options = (
+        f"--preset=demo --data={tmp_path} --log_dir={tmp_path} --run_id=run --model_dim=32 --num_heads=2 --head_dim=16 "
+        "--batch_unit=64 --num_scheduled_iterations=1 --num_extension_iterations=0 --val_every=0 --val_tokens=2048 "
+        "--val_batch_tokens=1024 --sample_tokens=5"
+    )
+    how = {"check": False, "capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120,
+           "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}}  # fmt: skip
+    run = subprocess.run([sys.executable, path, *options.split()], **how)
+    assert run.returncode == 0, run.stderr
+    log = read_log(tmp_path / "run.txt")
+    assert (log.script, log.fault, log.problems, log.total) == (("idea.py", script), "", [], 1)
+    assert log.modules and log.modules.items() <= sources.items()
+    assert log.settings["model_dim"] == "32" and {"Python", "PyTorch", "CPU", "ranks"} <= set(log.facts)
+
+    path, *_ = extract.extract(tmp_path / "run.txt", tmp_path / "alone")
+    run = subprocess.run([sys.executable, path, "--help"], **how)
+    assert run.returncode == 0 and "--model_dim" in run.stdout, run.stderr

@@ -1,0 +1,440 @@
+"""Checkpoints: a resumed run ends with the bits of one that never stopped, on any number of ranks, after any kill."""
+
+import functools
+import hashlib
+import io
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import train_gpt
+from common import exit_code, forked, lines_of, normal, options, text_of, tiny_gpt, tiny_settings, unequal, wait_until
+from runtime import checkpoints
+from runtime.checkpoints import CheckpointError, differences, load_whole_state, read_checkpoint, whole_state, write_checkpoint
+from runtime.ranks import Ranks, Signals, Stopped
+from train_gpt import Hyperparameters, TrainingManager, main
+
+STEPS, SPLIT = 8, 5  # 6 scheduled and 2; the embedding splits after step 5
+END = f"step_{STEPS:06d}.pt"
+
+
+def losses(log: Path) -> list[float]:
+    return [float(x) for x in re.findall(r"val_loss:(\d+\.\d+)", lines_of(log))]
+
+
+# -----------------------------------------------------------------------------
+# Resumption
+
+
+@pytest.fixture(scope="module")
+def unbroken(shards, tmp_path_factory):
+    """The logs of a run in bf16, so that mantissas are in play, that saves at each step; and of one that saves at its end."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    main(options(shards, folder, dtype="bfloat16", save_every=1, keep_checkpoints=99))
+    main(options(shards, folder, dtype="bfloat16", save_every=STEPS, run_id="once"))
+    return folder / "logs"
+
+
+def test_saving_changes_nothing(unbroken):
+    a, b = (read_checkpoint(unbroken / run / END) for run in ("run", "once"))
+    assert unequal(a["state"], b["state"]) == []
+    assert lines_of(unbroken / "run.txt") == lines_of(unbroken / "once.txt")
+    assert [path.name for path in (unbroken / "once").iterdir()] == [END]
+
+
+def test_the_clock_stands_while_a_checkpoint_is_written(shards, tmp_path, monkeypatch, no_warm_up):
+    """Three saves of half a second more, which do not count; eight steps of 50 ms more, which do."""
+    step_optimizers = TrainingManager.step_optimizers
+    monkeypatch.setattr(checkpoints, "write_checkpoint", lambda *args: (time.sleep(0.5), write_checkpoint(*args)))
+    monkeypatch.setattr(TrainingManager, "step_optimizers", lambda *args: (time.sleep(0.05), step_optimizers(*args)))
+    started = time.monotonic()
+    main(options(shards, tmp_path, save_every=3, val_every=0))
+    saved = read_checkpoint(tmp_path / "logs" / "run" / END)
+    assert 0.4 < saved["seconds"] < time.monotonic() - started - 1.5
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_resumed_run_ends_like_one_that_never_stopped(unbroken, shards, tmp_path, step, no_warm_up):
+    """From every step: stages 1, 2, 3 and the extension, tied, right after the split, odd and even, the end itself."""
+    path = unbroken / "run" / f"step_{step:06d}.pt"
+    main(options(shards, tmp_path, dtype="bfloat16", save_every=5, resume=path))
+    log = tmp_path / "logs" / "run.txt"
+    if step < STEPS:
+        a, b = (read_checkpoint(logs / "run" / END)["state"] for logs in (unbroken, tmp_path / "logs"))
+        assert unequal(a, b) == []
+        begin = read_checkpoint(path)["state"]
+        assert a["same"]["tied"] is False and begin["same"]["tied"] == (step <= SPLIT)
+        assert bool(begin["partial"][0]) == (step % 2 == 1)
+    assert lines_of(log) == lines_of(unbroken / "run.txt")
+    assert f"\nresumed at step {step} from {path}, with the same source\n" in log.read_text().split("=" * 100 + "\n")[1]
+    times = [int(t) for t in re.findall(r"train_time:(\d+)ms", log.read_text().split("=" * 100 + "\n")[2])]
+    assert times == sorted(times)
+
+
+def test_a_resumed_run_warms_up_without_a_trace(unbroken, shards, tmp_path):
+    main(options(shards, tmp_path, dtype="bfloat16", save_every=99, resume=unbroken / "run" / "step_000006.pt"))
+    a, b = (read_checkpoint(logs / "run" / END) for logs in (unbroken, tmp_path / "logs"))
+    assert unequal(a["state"], b["state"]) == []
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_the_update_of(step: int) -> None:
+    step_optimizers = TrainingManager.step_optimizers
+    TrainingManager.step_optimizers = lambda self, now: die() if now == step else step_optimizers(self, now)
+
+
+def die_in_the_validation_of(step: int) -> None:
+    validate = train_gpt.validate
+
+    def mortal(now, manager, run):
+        if now == step:
+            run.heard_signal = lambda _: die()
+        return validate(now, manager, run)
+
+    train_gpt.validate = mortal
+
+
+def die_before_the_last_checkpoint_has_its_name() -> None:
+    replace = os.replace
+    os.replace = lambda old, new: die() if Path(new).name == END else replace(old, new)
+
+
+KILLS = {  # what kills, --save_every, and the step of the newest checkpoint
+    "stage 1, tied": (functools.partial(die_before_the_update_of, 1), 1, 1),
+    "stage 2, even": (functools.partial(die_before_the_update_of, 2), 1, 2),
+    "at the split": (functools.partial(die_before_the_update_of, SPLIT), 1, SPLIT),
+    "the extension": (functools.partial(die_before_the_update_of, 6), 5, 5),
+    "in a validation": (functools.partial(die_in_the_validation_of, 4), 3, 3),
+    "in a save": (die_before_the_last_checkpoint_has_its_name, 5, 5),
+}
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_killed_run_goes_on_under_its_own_log(unbroken, shards, tmp_path, moment, no_warm_up):
+    """kill -9, then --resume=latest: the same log, as if nothing had been."""
+    be_mortal, every, resumed = KILLS[moment]
+    arguments = options(shards, tmp_path, dtype="bfloat16", save_every=every, run_id="mine")
+    child = forked(lambda: (be_mortal(), main(arguments)), tmp_path / "output")
+    assert exit_code(child) == -signal.SIGKILL, text_of(tmp_path / "output")
+    assert any((tmp_path / "logs").rglob("*.tmp")) == (moment == "in a save")
+    main([argument for argument in arguments if "run_id" not in argument] + ["--resume=latest"])
+    log = tmp_path / "logs" / "mine.txt"
+    assert lines_of(log) == lines_of(unbroken / "run.txt")
+    assert f"\nresumed at step {resumed} from " in log.read_text().split("=" * 100 + "\n")[1]
+    names = sorted(path.name for path in (tmp_path / "logs" / "mine").iterdir())
+    assert names == [f"step_{(STEPS - 1) // every * every:06d}.pt", END]
+
+
+@pytest.mark.parametrize("latest", [True, False], ids=["from its own checkpoint", "from the same one again"])
+def test_a_run_resumed_twice_has_both_notes(unbroken, shards, tmp_path, latest, no_warm_up):
+    path = unbroken / "run" / "step_000003.pt"
+    main(options(shards, tmp_path, dtype="bfloat16", save_every=5, resume=path))
+    main(options(shards, tmp_path, dtype="bfloat16", save_every=5, resume="latest" if latest else path))
+    log = tmp_path / "logs" / "run.txt"
+    assert re.findall(r"\nresumed at step (\d) from ", log.read_text().split("=" * 100 + "\n")[1]) == [
+        "3",
+        f"{STEPS}" if latest else "3",
+    ]
+    assert lines_of(log) == lines_of(unbroken / "run.txt")
+
+
+def test_a_note_on_a_resumption_says_which_sources_have_changed():
+    saved = {"step": 3, "sources": {"train_gpt.py": "a\nb\nc\n", "runtime/log.py": "x\n", "old.py": "1\n"}}
+    now = {"idea.py": "a\nB\nc\n", "runtime/log.py": "x\n", "ideas/new.py": "2\n"}
+    note = checkpoints.resumption_note(Path("p"), saved, now, ["Python", "machine"]).splitlines()
+    assert note[:3] == ["resumed at step 3 from p, with changed source, 4 lines of difference", "Python", "machine"]
+    assert [line for line in note[3:] if line[0] in "+-"] == [
+        "--- script before", "+++ script now", "-b", "+B", "--- old.py before", "+++ old.py now", "-1",
+        "--- ideas/new.py before", "+++ ideas/new.py now", "+2",
+    ]  # fmt: skip
+    renamed = dict(zip(("idea.py", "runtime/log.py", "old.py"), saved["sources"].values()))
+    assert checkpoints.resumption_note(Path("p"), saved, renamed, []) == "resumed at step 3 from p, with the same source"
+
+
+def test_another_runs_log_is_not_written_over(unbroken, shards, tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.txt").write_text("mine\n")
+    with pytest.raises(SystemExit):
+        main(options(shards, tmp_path, dtype="bfloat16", resume=unbroken / "run" / END))
+    assert "run.txt is not the log of the checkpoint's run: move it, or give another --run_id" in capsys.readouterr().err
+    assert (tmp_path / "logs" / "run.txt").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("run_id", ["", "run", "run[1]*"])
+def test_latest_passes_over_a_damaged_checkpoint(unbroken, shards, tmp_path, capsys, run_id, no_warm_up):
+    """Of all runs, or of the one that run_id names, letter for letter."""
+    folder, other = tmp_path / "logs" / (run_id or "run"), tmp_path / "logs" / "run1"
+    for step, place in ((3, folder), (7, folder), *([(8, other)] if run_id else [])):
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(unbroken / "run" / f"step_{step:06d}.pt", place)
+    os.truncate(folder / "step_000007.pt", 20000)
+    main(options(shards, tmp_path, dtype="bfloat16", resume="latest", run_id=run_id))
+    printed = capsys.readouterr()
+    assert re.search(r"passed over .*step_000007.pt: damaged or cut short", printed.err)
+    assert "resumed at step 3 from" in printed.out
+    assert lines_of(tmp_path / "logs" / f"{run_id or 'run'}.txt") == lines_of(unbroken / "run.txt")
+
+
+# -----------------------------------------------------------------------------
+# World sizes
+
+
+H = Hyperparameters(num_scheduled_iterations=9, num_extension_iterations=3, block_size=16, micro_batches=8)
+
+
+def train_a_little(manager: TrainingManager, steps: int, rank: int) -> None:
+    for step in range(steps):
+        manager.advance_schedule(step)
+        for label, param in manager.model.named_parameters():
+            g = normal(f"g_{label}_{step}_{rank}", tuple(param.shape)).to(param.dtype)
+            param.grad = g if param.grad is None else param.grad + g
+        manager.step_optimizers(step)
+
+
+def saved_on(rank: int, world_size: int, folder: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for steps in (4, 5, 9):
+            manager = TrainingManager(tiny_gpt(dtype), H)
+            train_a_little(manager, steps, rank)
+            whole = whole_state(manager, Ranks(rank, world_size, torch.device("cpu")))
+            if rank == 0:
+                torch.save(whole, f"{folder}/{world_size}_{steps}_{dtype}.pt")
+
+
+def converted_on(rank: int, world_size: int, folder: str, origin: int) -> list[str]:
+    """Everything saved by `origin` ranks, loaded by these and put together again: what is not the same."""
+    faults, ranks = [], Ranks(rank, world_size, torch.device("cpu"))
+    for path in sorted(Path(folder).glob(f"{origin}_*.pt")):
+        before = torch.load(path, weights_only=True)
+        manager = TrainingManager(tiny_gpt(getattr(torch, path.stem.split("torch.")[1])), H)
+        load_whole_state(manager, before, ranks)
+        after = whole_state(manager, ranks)
+        if rank == 0:
+            parts = before.pop("partial"), after.pop("partial")
+            faults += [f"{path.stem}: {name}" for name in unequal(before, after)]
+            if world_size == origin:
+                faults += [f"{path.stem}: partial {name}" for name in unequal(*parts)]
+            for label in parts[0][0]:
+                sums = [sum(part[label].double() for part in of.values()) for of in parts]
+                dtype = parts[0][0][label].dtype
+                # Sums of so many ranks are rounded once, for each rank here, if there are fewer of them than there were.
+                bound = origin * 8 * torch.finfo(dtype).eps / 2 if world_size < origin else 0.0
+                if not ((sums[0] - sums[1]).abs() <= bound * (sums[0].abs() + 1)).all():
+                    faults.append(f"{path.stem}: sum of {label}")
+    return faults
+
+
+@pytest.fixture(scope="module")
+def of_any_size(run_ranks, tmp_path_factory):
+    """A folder of states after 4, 5 and 9 steps, in both dtypes, on 1, 2 and 4 ranks."""
+    folder = str(tmp_path_factory.mktemp("sizes"))
+    saved_on(0, 1, folder)
+    for world_size in (2, 4):
+        run_ranks(world_size, saved_on, folder)
+    return folder
+
+
+@pytest.mark.parametrize("origin, world_size", [(1, 2), (1, 4), (2, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
+def test_a_checkpoint_serves_any_number_of_ranks(of_any_size, run_ranks, origin, world_size):
+    assert len(list(Path(of_any_size).glob(f"{origin}_*.pt"))) == 6
+    if world_size == 1:
+        assert converted_on(0, 1, of_any_size, origin) == []
+    else:
+        assert sum(run_ranks(world_size, converted_on, of_any_size, origin), []) == []
+
+
+def test_the_layout_of_a_checkpoint_is_that_of_its_state(of_any_size):
+    for path in Path(of_any_size).iterdir():
+        world_size, steps, dtype = path.stem.split("_")
+        layout = TrainingManager(tiny_gpt(getattr(torch, dtype.removeprefix("torch."))), H).layout(int(steps))
+        layout["partial"] = dict.fromkeys(range(int(world_size)), layout["partial"])
+        assert differences(torch.load(path, weights_only=True), layout) == []
+
+
+def two_ranks_resume(rank: int, world_size: int, shards: Path, folder: Path) -> None:
+    """Whole runs on two ranks: unbroken, from its step 3 (gradients are pending, tied) and 6 (split); one obeys a signal."""
+    ranks, base = Ranks(rank, world_size, torch.device("cpu")), dict(save_every=1, keep_checkpoints=99)
+    train_gpt.warm_up = lambda *_: None
+    train_gpt.train(tiny_settings(shards, folder, **base), ranks)
+    for step in (3, 6):
+        resume = str(folder / "logs" / "run" / f"step_{step:06d}.pt")
+        train_gpt.train(tiny_settings(shards, folder, **base, run_id=f"from{step}", resume=resume), ranks)
+    signals = Signals()
+    step_optimizers = TrainingManager.step_optimizers
+
+    def interrupted(self, step):
+        signals.received = signal.SIGTERM if (rank, step) == (1, 4) else signals.received  # after the step's report has left
+        step_optimizers(self, step)
+
+    TrainingManager.step_optimizers = interrupted
+    try:
+        train_gpt.train(tiny_settings(shards, folder, save_every=99, run_id="stopped"), ranks, signals)
+        raise AssertionError("went on")
+    except Stopped as stopped:
+        assert stopped.args[1] == 143
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(run_ranks, shards, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    run_ranks(2, two_ranks_resume, shards, folder)
+    return folder / "logs"
+
+
+def test_two_ranks_resume_bit_for_bit(on_two_ranks):
+    unbroken = read_checkpoint(on_two_ranks / "run" / END)
+    assert len(read_checkpoint(on_two_ranks / "run" / "step_000003.pt")["state"]["partial"][1]) == 11
+    for step in (3, 6):
+        assert unequal(unbroken["state"], read_checkpoint(on_two_ranks / f"from{step}" / END)["state"]) == []
+        assert lines_of(on_two_ranks / f"from{step}.txt") == lines_of(on_two_ranks / "run.txt")
+
+
+def test_two_ranks_stop_together_and_save(on_two_ranks):
+    """A signal of one rank, received after the report of step 4 has left, is agreed in step 5."""
+    stopped = read_checkpoint(on_two_ranks / "stopped" / "step_000006.pt")
+    assert unequal(stopped["state"], read_checkpoint(on_two_ranks / "run" / "step_000006.pt")["state"]) == []
+    assert lines_of(on_two_ranks / "stopped.txt").splitlines()[-1].startswith("stopped by SIGTERM after step:6/8: checkpoint ")
+
+
+@pytest.mark.parametrize("step", [3, 4, 7])
+def test_one_rank_goes_on_for_two(on_two_ranks, shards, tmp_path, step, no_warm_up):
+    """fp32 sums in another order, through 5 steps: a difference in the fourth decimal of a loss at most."""
+    main(options(shards, tmp_path, save_every=99, resume=on_two_ranks / "run" / f"step_{step:06d}.pt"))
+    assert losses(tmp_path / "logs" / "run.txt") == pytest.approx(losses(on_two_ranks / "run.txt"), abs=2e-3)
+    assert list(read_checkpoint(tmp_path / "logs" / "run" / END)["state"]["partial"]) == [0]
+
+
+# -----------------------------------------------------------------------------
+# Safe on disk
+
+
+def test_fifty_kills_at_random_moments_of_a_save_lose_nothing(tmp_path):
+    """kill -9 within a save or between two, every other time while a file is being written: the newest checkpoint is
+    whole, and no older than the last one reported."""
+    generator = random.Random(0)
+    payload = {f"{i}": normal(f"x{i}", (400_000,)) for i in range(4)}  # 6.4 MB
+    folder, reports, in_a_save = tmp_path / "run", tmp_path / "reports", 0
+    folder.mkdir()
+    reports.touch()
+
+    def save_for_ever() -> None:
+        step = int(reports.read_text().split()[-1]) + 1 if reports.stat().st_size else 1
+        with open(reports, "a", buffering=1) as file:
+            while True:
+                write_checkpoint(folder / f"step_{step:06d}.pt", {"step": step, **payload}, keep=2)
+                print(step, file=file)
+                step += 1
+
+    def reported(more_than: int) -> bool:
+        return reports.stat().st_size > more_than
+
+    for i in range(50):
+        before = reports.stat().st_size
+        child = forked(save_for_ever, tmp_path / "output")
+        wait_until(functools.partial(reported, before))
+        if i % 2:
+            wait_until(lambda: any(folder.glob("*.tmp")), pause=0.0001)
+        time.sleep(generator.uniform(0, 0.002 if i % 2 else 0.06))
+        os.kill(child, signal.SIGKILL)
+        assert exit_code(child) == -signal.SIGKILL
+        in_a_save += any(folder.glob("*.tmp"))
+        saved = read_checkpoint(checkpoints.checkpoints(folder)[0])
+        assert unequal({**saved, "step": 0}, {"step": 0, **payload}) == []
+        assert saved["step"] >= int(reports.read_text().split()[-1])
+        assert len(checkpoints.checkpoints(folder)) in (2, 3) or saved["step"] < 3
+    assert in_a_save >= 5, f"only {in_a_save} of the kills met a file in the making"
+
+
+@pytest.fixture
+def small_file(tmp_path):
+    path = tmp_path / "run" / "step_000001.pt"
+    path.parent.mkdir()
+    write_checkpoint(path, {"step": 1, "weights": {"embed": normal("embed", (4, 3))}, "name": "run"}, keep=1)
+    return path
+
+
+@hypothesis_settings(max_examples=300)
+@given(data=st.data())
+def test_a_damaged_checkpoint_is_found(tmp_path_factory, data):
+    """Bytes changed, cut off, inserted: the only outcomes are the content that was saved, and a clear error."""
+    path = tmp_path_factory.getbasetemp() / "damaged" / "step_000001.pt"
+    path.parent.mkdir(exist_ok=True)
+    saved = {"step": 1, "weights": normal("embed", (4, 3))}
+    write_checkpoint(path, saved, keep=1)
+    whole = path.read_bytes()
+    broken = data.draw(damaged(whole))
+    path.write_bytes(broken)
+    if broken == whole:
+        assert unequal(read_checkpoint(path), saved) == []
+    else:
+        with pytest.raises(CheckpointError, match=r"step_000001.pt: (not a checkpoint|damaged or cut short)"):
+            read_checkpoint(path)
+
+
+@st.composite
+def damaged(draw, whole: bytes) -> bytes:
+    at = draw(st.integers(0, len(whole) - 1))
+    some = draw(st.binary(max_size=8))
+    kind = draw(st.sampled_from(["change", "cut", "insert", "drop", "other"]))
+    if kind == "other":
+        return some
+    if kind == "cut":
+        return whole[:at]
+    if kind == "insert":
+        return whole[:at] + some + whole[at:]
+    return whole[:at] + (some if kind == "change" else b"") + whole[at + max(1, len(some)) :]
+
+
+@hypothesis_settings(max_examples=200)
+@given(data=st.data())
+def test_a_forged_checkpoint_loads_or_is_refused(tmp_path_factory, data):
+    """Damage under a fitting checksum: a dict of plain types and tensors, or a clear error; nothing else gets through."""
+    path = tmp_path_factory.getbasetemp() / "forged" / "step_000001.pt"
+    path.parent.mkdir(exist_ok=True)
+    write_checkpoint(path, {"step": 1, "weights": {"embed": normal("embed", (4, 3))}}, keep=1)
+    forge(path, data.draw(damaged(path.read_bytes()[len(checkpoints.MAGIC) + 32 :])))
+    try:
+        found = read_checkpoint(path)
+    except CheckpointError as error:
+        assert "step_000001.pt: holds" in str(error)
+    else:
+        assert isinstance(found, dict)
+
+
+def forge(path: Path, payload: bytes) -> None:
+    path.write_bytes(checkpoints.MAGIC + hashlib.sha256(payload).digest() + payload)
+
+
+class Act:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (f"{self.folder}",)
+
+
+@pytest.mark.parametrize("dump", [torch.save, pickle.dump], ids=["torch.save", "pickle"])
+def test_nothing_is_unpickled_that_could_act(tmp_path, small_file, dump: Callable):
+    buffer = io.BytesIO()
+    dump({"step": 1, "state": Act(tmp_path / "acted")}, buffer)
+    forge(small_file, buffer.getvalue())
+    with pytest.raises(CheckpointError, match="holds what cannot be loaded"):
+        read_checkpoint(small_file)
+    assert not (tmp_path / "acted").exists()

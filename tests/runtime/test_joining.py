@@ -1,0 +1,219 @@
+"""Ranks find each other or say why not, and agree on what they found; a rank never waits for one that has left."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import common
+from common import ROOT, launch, options, text_of, torchrun, wait_until
+from runtime import ranks as runtime_ranks
+from runtime.ranks import AgreedError, Ranks, RunError
+from train_gpt import main
+
+# -----------------------------------------------------------------------------
+# Environment
+
+GOOD = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="free")
+ENVIRONMENT = [  # what differs from a good one, and the message
+    (dict(RANK=None), "RANK missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all"),
+    (dict(WORLD_SIZE=None), "WORLD_SIZE missing in the environment"),
+    (dict(MASTER_ADDR=None), "MASTER_ADDR missing in the environment"),
+    (dict(MASTER_PORT=None, MASTER_ADDR=None), "MASTER_ADDR, MASTER_PORT missing in the environment"),
+    (dict(RANK="first"), "RANK='first' in the environment: must be a number from 0 on: start with torchrun or unset it"),
+    (dict(RANK="-1"), "RANK='-1' in the environment: must be a number"),
+    (dict(RANK="1"), "RANK=1 of WORLD_SIZE=1, LOCAL_RANK=0 of LOCAL_WORLD_SIZE=1 in the environment: a rank must be below"),
+    (dict(RANK=""), "RANK='' in the environment"),
+    (dict(WORLD_SIZE="0"), "WORLD_SIZE='0' in the environment: must be a number from 1 on"),
+    (dict(WORLD_SIZE="two"), "WORLD_SIZE='two' in the environment"),
+    (dict(WORLD_SIZE="1.0"), "WORLD_SIZE='1.0' in the environment"),
+    (dict(LOCAL_RANK="x"), "LOCAL_RANK='x' in the environment"),
+    (dict(LOCAL_RANK="3"), "LOCAL_RANK=3 of LOCAL_WORLD_SIZE=1 in the environment: a rank must be below its size"),
+    (dict(LOCAL_WORLD_SIZE="4"), "of LOCAL_WORLD_SIZE=4 in the environment: a rank must be below its size"),
+    (dict(LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE='0' in the environment"),
+    (dict(MASTER_PORT="http"), "rank 0 of 1 cannot join the others at 127.0.0.1:http"),
+    (dict(MASTER_PORT="99999999"), "rank 0 of 1 cannot join the others at 127.0.0.1:99999999"),
+    (dict(MASTER_PORT="taken"), "cannot join .* is the port free. .*EADDRINUSE"),
+    (dict(WORLD_SIZE="2"), "rank 0 of 2 cannot join .* are all of them started, once each"),
+    (dict(WORLD_SIZE="2", RANK="1"), "rank 1 of 2 cannot join"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", ENVIRONMENT, ids=[str(case[0])[1:-1] for case in ENVIRONMENT])
+def test_a_bad_environment_is_named_within_seconds(shards, tmp_path, capfd, monkeypatch, no_warm_up, change, message):
+    monkeypatch.setattr(runtime_ranks, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
+    with socket.socket() as taken, socket.socket() as free:
+        for a in (taken, free):
+            a.bind(("0.0.0.0", 0))
+        taken.listen()
+        ports = {"taken": f"{taken.getsockname()[1]}", "free": f"{free.getsockname()[1]}"}
+        free.close()
+        for name, value in {**GOOD, **change}.items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, ports.get(value, value))
+        with pytest.raises(SystemExit) as exit_:
+            main(options(shards, tmp_path))
+    printed = capfd.readouterr().err
+    assert exit_.value.code == 1
+    assert re.search(rf": error: .*{message}", printed), printed
+    assert not dist.is_initialized() and not (tmp_path / "logs").exists()
+
+
+# -----------------------------------------------------------------------------
+# Agreement
+
+
+def raised(function: Any, *args: Any) -> str:
+    """The message of the AgreedError that this raises."""
+    try:
+        return f"nothing raised, but {function(*args)!r}"
+    except AgreedError as error:
+        return f"{error}"
+
+
+def fail_on(rank: int, ranks: Ranks, error: Exception) -> int:
+    if ranks.rank == rank:
+        raise error
+    return ranks.rank
+
+
+def agree(rank: int, world_size: int) -> dict[str, Any]:
+    """What this rank gets from each of the methods that talk to others."""
+    runtime_ranks.time.sleep = lambda _: None
+    ranks = Ranks(rank, world_size, torch.device("cpu"))
+    uneven = torch.arange(3 * (rank + 1)).view(-1, 3)
+    tensors = {
+        "uneven": uneven,
+        "empty": uneven[:rank],  # none of the first rank
+        "not contiguous": uneven.repeat(2, 1).T,
+        **{f"{dtype}": uneven.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint16, torch.float8_e4m3fn)},
+    }
+    return {
+        "gather": ranks.gather({"rank": rank}),
+        "collect": {name: (x, ranks.collect(x)) for name, x in tensors.items()},
+        "same": ranks.check_same("a at step 3"),
+        "other": raised(ranks.check_same, f"{'ab'[rank]} at step {rank}"),
+        "result": ranks.on_all(fail_on, -1, ranks, ValueError("no")),
+        "first fails": raised(ranks.on_all, fail_on, 0, ranks, ValueError("of the first")),
+        "second fails": raised(ranks.on_all, fail_on, 1, ranks, OSError("of the second")),
+        "without a word": raised(ranks.on_all, fail_on, 1, ranks, ValueError()),
+        "both": raised(ranks.raise_together, RunError(f"of {rank}")),
+        "none": ranks.raise_together(None),
+    }
+
+
+@pytest.fixture(scope="module")
+def agreed(run_ranks):
+    return run_ranks(2, agree)
+
+
+def test_every_rank_gets_every_item_in_order(agreed):
+    assert [found["gather"] for found in agreed] == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_the_first_rank_gets_every_tensor_whatever_its_size_and_dtype(agreed):
+    first, second = (found["collect"] for found in agreed)
+    for name, (sent, got) in first.items():
+        assert common.unequal(dict(enumerate(got)), {0: sent, 1: second[name][0]}) == [], name
+        assert second[name][1] == []
+
+
+def test_one_rank_alone_has_what_it_sends():
+    ranks, x = Ranks(0, 1, torch.device("cpu")), torch.arange(6).view(2, 3).to(torch.uint16)
+    assert ranks.gather("x") == ["x"] and ranks.on_all(max, 1, 2) == 2
+    assert common.unequal(dict(enumerate(ranks.collect(x))), {0: x}) == []
+    ranks.check_same("anything")
+    with pytest.raises(AgreedError, match="^no$"):
+        ranks.on_all(fail_on, 0, ranks, ValueError("no"))
+
+
+def test_an_error_of_one_rank_is_raised_on_each_with_its_rank(agreed):
+    assert [found["result"] for found in agreed] == [0, 1]
+    assert [found["first fails"] for found in agreed] == ["of the first"] * 2
+    assert [found["second fails"] for found in agreed] == ["rank 1: of the second"] * 2
+    assert [found["without a word"] for found in agreed] == ["rank 1: ValueError()"] * 2
+    assert [found["both"] for found in agreed] == ["of 0"] * 2
+
+
+def test_ranks_that_found_another_thing_than_the_first_are_named(agreed):
+    assert [found["other"] for found in agreed] == ["rank 1: found b at step 1, but rank 0 a at step 0"] * 2
+
+
+# -----------------------------------------------------------------------------
+# Runs that no rank may wait in
+
+
+def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
+    """Each rank looks into a folder of its own, as on nodes with disks of their own."""
+    lonely = tmp_path / "node1"
+    lonely.mkdir()
+    shutil.copy(shards / "local_val_000000.bin", lonely)
+    (tmp_path / "nodes.py").write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from common import train_gpt\n"
+        f"train_gpt.main([*sys.argv[1:], '--data=' + [{str(shards)!r}, {str(lonely)!r}][int(os.environ['RANK'])]])\n"
+    )
+    result = launch(options(shards, tmp_path), script=tmp_path / "nodes.py")
+    assert result.returncode == 1
+    assert re.search(rf"nodes.py: error: rank 1: no shard matches {lonely}/\*_train_\*.bin", result.stderr), result.stderr
+    assert result.stderr.count("no shard matches") == 1 and not list((tmp_path / "logs").glob("*"))
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """{rank: process id} of a launcher's ranks."""
+    children = text_of(Path(f"/proc/{launcher}/task/{launcher}/children")).split()
+    environments = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children}
+    return {
+        int(value.removeprefix(b"RANK=")): child
+        for child, pairs in environments.items() for value in pairs if value.startswith(b"RANK=")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, victim):
+    command, environment = torchrun(2)
+    arguments = options(shards, tmp_path, num_scheduled_iterations=80, val_every=0)
+    log = tmp_path / "logs" / "run.txt"
+    with open(tmp_path / "output", "w") as output:
+        launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, env=environment)
+    try:
+        wait_until(lambda: "\nstep:3/" in text_of(log) or launcher.poll() is not None, 100)
+        os.kill(ranks_of(launcher.pid)[victim], signal.SIGKILL)
+        assert launcher.wait(60) == 1
+    finally:
+        launcher.kill()
+    printed = text_of(tmp_path / "output")
+    errors = [line for line in printed.splitlines() if ": error: " in line]
+    assert len(errors) == 1 and f"rank {1 - victim}: lost another rank, which has died or hangs" in errors[0], printed
+    shown = [line for line in printed.splitlines() if line.startswith("step:")]
+    assert 3 <= len(shown) < 82 and all(line in log.read_text().splitlines() for line in shown)
+
+
+def test_a_launchers_ranks_all_end_with_the_signals_code(shards, tmp_path):
+    """SIGTERM to one rank alone; torchrun then reports code 143 for both."""
+    command, environment = torchrun(2)
+    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=120, val_every=0)
+    log = tmp_path / "logs" / "run.txt"
+    with open(tmp_path / "output", "w") as output:
+        launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, env=environment)
+    try:
+        wait_until(lambda: "\nstep:2/" in text_of(log) or launcher.poll() is not None, 100)
+        os.kill(ranks_of(launcher.pid)[1], signal.SIGTERM)
+        launcher.wait(60)
+    finally:
+        launcher.kill()
+    printed = text_of(tmp_path / "output")
+    assert re.search(r"\nstopped by SIGTERM after step:\d+/122: checkpoint \S+", log.read_text())
+    assert set(re.findall(r"exitcode\s*: (-?\d+)", printed)) == {"143"}, printed
+    assert printed.count("SIGTERM: ends after this step") == 1
+    assert len(list((tmp_path / "logs" / "run").glob("*.pt"))) == 1

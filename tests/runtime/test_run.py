@@ -1,0 +1,125 @@
+"""A whole run, as users start it, on two ranks: what it prints and logs, and that it learns. What a start imports."""
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from common import ROOT, launch, lines_of, options
+from train_gpt import main
+
+
+@pytest.fixture(scope="module")
+def finished(shards, tmp_path_factory):
+    """stdout, and the log's path."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = launch(options(shards, folder, sample_tokens=5))
+    assert result.returncode == 0, result.stderr
+    return result.stdout, folder / "logs" / "run.txt"
+
+
+def losses(log):
+    return [float(x) for x in re.findall(r"val_loss:(\d+\.\d+)", lines_of(log))]
+
+
+def test_the_log_names_the_environment(finished):
+    environment = finished[1].read_text().split("=" * 100 + "\n")[1]
+    assert f"PyTorch {torch.__version__}" in environment and f"Python {sys.version.split()[0]}" in environment
+    assert "Triton" in environment and "2 ranks" in environment and "batch_unit=32" in environment
+
+
+def test_the_log_has_every_step_and_every_loss_in_the_public_speedruns_format(finished):
+    log = finished[1].read_text().split("=" * 100 + "\n")[2]
+    time_part = r"train_time:\d+ms step_avg:\d+\.\d\dms"
+    expected = []
+    for step in range(9):
+        if step:
+            expected.append(rf"step:{step}/8 {time_part}")
+        if step in (0, 4, 8):
+            expected.append(rf"step:{step}/8 val_loss:\d+\.\d{{4}} {time_part}")
+    lines = log.splitlines()
+    for line, pattern in zip(lines, expected):
+        assert re.fullmatch(pattern, line), line
+    assert lines[len(expected)].startswith("sample, after a prompt from the validation shard:")
+    assert re.fullmatch(r"peak memory .*: \d+ MiB", lines[-1])
+    times = [int(t) for t in re.findall(r"train_time:(\d+)ms", log)]
+    assert times == sorted(times) and times[-1] > 0
+
+
+def test_the_run_learns_and_writes_a_sample(finished):
+    assert losses(finished[1])[-1] < losses(finished[1])[0] < 6
+    assert "sample, after a prompt" in finished[0] and "⟫" in finished[0]
+
+
+def test_a_pipe_gets_plain_lines(finished):
+    assert "\r" not in finished[0] and "\x1b" not in finished[0]
+    assert sum(line.startswith("step:") for line in finished[0].splitlines()) == 8 + 3
+
+
+def test_a_terminal_gets_one_live_line(finished, shards, tmp_path, monkeypatch, no_warm_up):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    main(options(shards, tmp_path))
+    live = [line for line in terminal.getvalue().split("\r\x1b[K") if line.startswith("step ")]
+    assert len(live) == 8
+    assert re.match(r"step 8/8  loss \d+\.\d{4}  [\d,]+ tokens/s  0:00 left", live[-1])
+
+
+def test_one_rank_trains_like_two(finished, shards, tmp_path, no_warm_up):
+    """fp32 sums in another order, through 8 steps: a difference in the fourth decimal of a loss at most."""
+    main(options(shards, tmp_path))
+    assert losses(tmp_path / "logs" / "run.txt") == pytest.approx(losses(finished[1]), abs=2e-3)
+
+
+# Before `import train_gpt`: what is true when it reads the sources.
+IMPORT = """
+import os, sys
+sys.path.insert(0, {root!r})
+from runtime import sources
+init, before = sources.Sources.__init__, set(sys.modules)
+def spy(self, script):
+    early = sorted(set(sys.modules) - before - {{"train_gpt"}})
+    print("sources:", early)
+    init(self, script)
+sources.Sources.__init__ = spy
+import train_gpt, torch
+print("started:", torch.distributed.is_initialized(), torch.cuda.is_initialized(), os.listdir())
+"""
+
+
+def test_importing_reads_the_sources_first_and_starts_nothing(tmp_path):
+    command = [sys.executable, "-B", "-c", IMPORT.format(root=f"{ROOT}")]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "sources: []\nstarted: False False []\n", result.stdout + result.stderr
+
+
+# Each module in a child of its own, in which nothing of ours is loaded yet.
+ALONE = """
+import os, sys, importlib
+import torch, torch.distributed, numpy
+sys.path.insert(0, {root!r})
+for name in sys.argv[1:]:
+    if not os.fork():
+        importlib.import_module(name)
+        files = {{n: getattr(m, "__file__", None) or "" for n, m in sys.modules.items()}}
+        ours = [n for n, f in files.items() if f.startswith({root!r} + os.sep) and "site-packages" not in f]
+        print(name, *sorted(n for n in ours if n.partition(".")[0] not in ("runtime", "data")), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"{{name}} cannot be imported alone")
+"""
+
+
+def test_each_file_of_the_runtime_is_imported_without_the_recipe():
+    """An idea.py would train train_gpt's model otherwise."""
+    names = sorted(f"runtime.{path.stem}" for path in (ROOT / "runtime").glob("[!_]*.py"))
+    command = [sys.executable, "-c", ALONE.format(root=f"{ROOT}"), *names]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "runtime.run" in names and result.stdout.splitlines() == names, result.stdout + result.stderr

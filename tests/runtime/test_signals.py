@@ -1,0 +1,212 @@
+"""SIGTERM and Ctrl-C end a run after its step, saved and told; a second one, or one at another time, ends it at once."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt
+from common import exit_code, forked, lines_of, options, text_of, wait_until
+from runtime import checkpoints
+from runtime import ranks as runtime_ranks
+from runtime.checkpoints import read_checkpoint
+from runtime.ranks import Signals
+from runtime.run import Run
+from train_gpt import TrainingManager, main
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+
+
+@SIGNALS
+def test_a_signal_ends_the_run_after_its_step(shards, tmp_path, number, no_warm_up):
+    """Saved, told in the log's last line, the signal's exit code, within seconds; and then resumed to the end."""
+    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=40)
+    child = forked(lambda: main(arguments), tmp_path / "output")
+    log = tmp_path / "logs" / "run.txt"
+    wait_until(lambda: "\nstep:2/" in text_of(log))
+    sent = time.monotonic()
+    os.kill(child, number)
+    assert exit_code(child) == 128 + number and time.monotonic() - sent < 10
+    last = log.read_text().splitlines()[-1]
+    match = re.fullmatch(rf"stopped by {number.name} after step:(\d+)/42: checkpoint (\S+/step_0*(\d+)\.pt)", last)
+    assert match and match[1] == match[3], last
+    assert f"\nstep:{match[1]}/42 " in log.read_text()
+    assert read_checkpoint(Path(match[2]))["step"] == int(match[1])
+    main([*arguments, "--resume=latest"])
+    assert re.findall(r"step:(\d+)/42 train", lines_of(log)) == [f"{step}" for step in range(1, 43)]
+    assert "stopped by" not in lines_of(log)
+
+
+# Where a signal may arrive in a run that saves every 3 steps and validates every 4: the method that sends it, from its
+# call number `at` on; how many steps are done when the run ends.
+MOMENTS = {
+    "before the loss is reported": (TrainingManager, "advance_schedule", 4, 2),
+    "after the loss is reported": (TrainingManager, "step_optimizers", 2, 3),
+    "in a save": (checkpoints, "write_checkpoint", 1, 4),
+    "in a validation": (Run, "heard_signal", 2, 0),
+    "at the end of a validation": (Run, "log_validation", 1, 1),
+    "in the last save": (checkpoints, "write_checkpoint", 3, 8),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_moment_is_obeyed_with_one_checkpoint(shards, tmp_path, monkeypatch, moment, no_warm_up):
+    owner, name, at, steps = MOMENTS[moment]
+    write, written = checkpoints.write_checkpoint, []
+    monkeypatch.setattr(checkpoints, "write_checkpoint", lambda path, *rest: (written.append(path), write(path, *rest)))
+    method, calls = getattr(owner, name), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: any(signals.received for signals in seen))
+        return method(*args, **kwargs)
+
+    seen, init = [], Signals.__init__
+    monkeypatch.setattr(Signals, "__init__", lambda self: (init(self), seen.append(self))[0])
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        main(options(shards, tmp_path, save_every=3))
+    assert exit_.value.code == 143
+    lines = lines_of(tmp_path / "logs" / "run.txt").splitlines()
+    folder = tmp_path / "logs" / "run"
+    assert lines[-1] == f"stopped by SIGTERM after step:{steps}/8: checkpoint {folder}/step_{steps:06d}.pt"
+    assert read_checkpoint(folder / f"step_{steps:06d}.pt")["step"] == steps
+    assert written.count(folder / f"step_{steps:06d}.pt") == (2 if moment == "in the last save" else 1)
+    assert [line for line in lines if f"step:{steps}/8 train" in line] or steps == 0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_in_a_validation_ends_it(shards, tmp_path, monkeypatch, no_warm_up):
+    to_device, slow = train_gpt.to_device, 0.2
+    monkeypatch.setattr(train_gpt, "to_device", lambda *args: (time.sleep(slow), to_device(*args))[1])
+    arguments = options(shards, tmp_path, save_every=99, val_tokens=2048, val_batch_tokens=32)
+    child = forked(lambda: main(arguments), tmp_path / "output")
+    wait_until(lambda: "warm-up" in text_of(tmp_path / "output"))
+    time.sleep(0.5)
+    sent = time.monotonic()
+    os.kill(child, signal.SIGTERM)
+    assert exit_code(child) == 143 and time.monotonic() - sent < 128 * slow / 3
+    lines = lines_of(tmp_path / "logs" / "run.txt").splitlines()
+    assert len(lines) == 1 and lines[0].startswith("stopped by SIGTERM after step:0/8: checkpoint ")
+
+
+def test_without_saving_a_signal_ends_the_run_all_the_same(shards, tmp_path, monkeypatch, no_warm_up):
+    step_optimizers = TrainingManager.step_optimizers
+
+    def interrupted(self, step):
+        step_optimizers(self, step)
+        if step == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(TrainingManager, "step_optimizers", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        main(options(shards, tmp_path))
+    assert exit_.value.code == 130
+    last = lines_of(tmp_path / "logs" / "run.txt").splitlines()[-1]
+    assert re.fullmatch(r"stopped by SIGINT after step:[12]/8: no checkpoint, as --save_every=0", last)
+
+
+OUTSIDE = {  # of the timed steps: what sends the signal, which then ends the process at once
+    "in the checks": (train_gpt, "check_shards"),
+    "in the warm-up": (train_gpt, "warm_up"),
+    "in the sample": (train_gpt, "sample_text"),
+}
+
+
+@SIGNALS
+@pytest.mark.parametrize("moment", OUTSIDE)
+def test_a_signal_outside_of_training_ends_the_process_at_once(shards, tmp_path, monkeypatch, moment, number, no_warm_up):
+    owner, name = OUTSIDE[moment]
+    monkeypatch.setattr(owner, name, lambda *_: (os.kill(os.getpid(), number), time.sleep(50)))
+    child = forked(lambda: main(options(shards, tmp_path, sample_tokens=5, val_every=0)), tmp_path / "output")
+    assert exit_code(child) == 128 + number
+    assert f"{number.name}: ended at once" in text_of(tmp_path / "output")
+    assert ("\nstep:8/8 val_loss" in text_of(tmp_path / "logs" / "run.txt")) == (moment == "in the sample")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_second_signal_ends_at_once_whatever_the_process_waits_for(tmp_path, training):
+    """Also the first, outside of training; also in a call that never returns to Python."""
+
+    def hang() -> None:
+        with Signals() as signals:
+            signals.in_training = training
+            print("ready", flush=True)
+            torch.multiprocessing.get_context("fork").Semaphore(0).acquire()
+
+    output = tmp_path / "output"
+    child = forked(hang, output)
+    wait_until(lambda: "ready" in text_of(output))
+    os.kill(child, signal.SIGTERM)
+    if training:
+        wait_until(lambda: "a second one ends it at once" in output.read_text())
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, signal.SIGINT)
+    assert exit_code(child, 5) == (130 if training else 143)
+    assert ("SIGINT: ended at once" if training else "SIGTERM: ended at once") in output.read_text()
+
+
+@pytest.mark.parametrize("has_peers, code", [(True, 143), (False, 0)])
+def test_ranks_that_cannot_end_the_step_give_up(tmp_path, monkeypatch, has_peers, code):
+    """One rank alone has nobody to wait for, and takes as long as it takes."""
+    monkeypatch.setattr(runtime_ranks, "STOP_TIMEOUT", 0.2)
+
+    def slow_step() -> None:
+        with Signals() as signals:
+            signals.in_training, signals.has_peers = True, has_peers
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(50 if has_peers else 1)
+
+    assert exit_code(forked(slow_step, tmp_path / "output"), 10) == code
+    assert ("another rank has died or hangs" in text_of(tmp_path / "output")) == has_peers
+
+
+def left_behind(work: Callable[[], None]) -> Signals:
+    with Signals() as signals:
+        work()
+    return signals
+
+
+def test_what_listens_ends_with_its_block_and_gives_the_handlers_back(tmp_path):
+    """Also when a forked process lives on, which has the same pipe open."""
+
+    def main_with_a_child() -> None:
+        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        child = []
+        left_behind(lambda: child.append(forked(lambda: time.sleep(50), tmp_path / "child")))
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+        assert [thread.name for thread in threading.enumerate() if thread.name == "signals"] == []
+        os.kill(child[0], signal.SIGKILL)
+
+    assert exit_code(forked(main_with_a_child, tmp_path / "output"), 10) == 0, text_of(tmp_path / "output")
+
+
+def test_a_command_that_a_shell_made_deaf_stays_deaf(tmp_path):
+    """A shell starts its background commands with Ctrl-C ignored."""
+
+    def deaf() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with Signals():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    assert exit_code(forked(deaf, tmp_path / "output"), 10) == 0
+
+
+def test_ranks_that_stop_together_are_deaf_to_the_launchers_second_signal(tmp_path):
+    """A launcher that sees one rank leave sends SIGTERM to the others, on their way out with the right code."""
+
+    def leaves_last() -> None:
+        with Signals() as signals:
+            signals.agreed, signals.has_peers = signal.SIGTERM, True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(forked(leaves_last, tmp_path / "output"), 10) == 0

@@ -1,0 +1,244 @@
+"""The log holds every source that took part, exactly; what is extracted from it runs to the same bits. ./run.sh starts it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+from common import ROOT, SCRIPT, lines_of, options, unequal
+from runtime import sources as runtime_sources
+from runtime.checkpoints import read_checkpoint
+from runtime.log import log_header
+from runtime.sources import Sources, python_files
+from sample import load_script
+from train_gpt import main
+
+CPU = min(os.sched_getaffinity(0))
+HELPER = "SCALE = 1.0  # é\r\n\n"
+END = "step_000008.pt"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The project as users have it, with an idea in a folder of its own that has its own kernels; its parent is no part."""
+    root = tmp_path_factory.mktemp("place") / "project"
+    for name in ("runtime", "data"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.bin", "local", "fineweb*"))
+    for name in ("triton_kernels.py", "sample.py", "run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, root)
+    shutil.copy(SCRIPT, root / "train_gpt.py")
+    write_idea(root / "ideas", "idea.py", "my_kernels")
+    return root
+
+
+def write_idea(folder: Path, script: str, helper: str) -> None:
+    """A copy of the script that imports a helper beside it."""
+    folder.mkdir()
+    (folder / script).write_text(f"import {helper}\n{SCRIPT.read_text()}")
+    (folder / f"{helper}.py").write_bytes(HELPER.encode())
+
+
+def run_sh(project: Path, standing_in: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """./run.sh of the project, on one rank and one core."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "RANKS": "1", "PYTHONPATH": ""}
+    return subprocess.run(
+        [f"{project / 'run.sh'}", *arguments], cwd=standing_in, env=environment, capture_output=True, text=True, timeout=120,
+        preexec_fn=lambda: os.sched_setaffinity(0, {CPU}),
+    )  # fmt: skip
+
+
+def sources_of(log: Path) -> dict[str, bytes]:
+    """What a log holds, by path; the script's, which has none there, is that of the settings' line."""
+    sources, environment, _ = log.read_bytes().split(b"\n" + b"=" * 100 + b"\n", 2)
+    line = b"\n" + b"-" * 40 + b"\n"
+    script, *others = sources.split(line)
+    name = environment.splitlines()[-1].partition(b" ")[0].decode()
+    paths = [path.decode().removeprefix("# ") for path in others[::2]]
+    return {name: script, **dict(zip(paths, others[1::2], strict=True))}
+
+
+@pytest.fixture(scope="module")
+def idea(project, shards, tmp_path_factory):
+    """The folder of a run of ideas/idea.py, started from elsewhere by its path in the project."""
+    folder = tmp_path_factory.mktemp("idea")
+    result = run_sh(project, folder, "ideas/idea.py", *options(shards, folder, save_every=4))
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_the_log_holds_every_file_that_was_imported(idea, project):
+    found = sources_of(idea / "logs" / "run.txt")
+    runtime = {f"runtime/{path.name}" for path in (project / "runtime").glob("*.py")}
+    data = {"data/__init__.py", "data/encodings.py", "data/loader.py", "data/shards.py"}
+    assert {*found} == {"ideas/idea.py", "ideas/my_kernels.py", "triton_kernels.py", "sample.py"} | data | runtime
+    assert next(iter(found)) == "ideas/idea.py" and list(found)[1:] == sorted(found.keys() - {"ideas/idea.py"})
+    assert {name: (project / name).read_bytes() for name in found} == found
+
+
+def test_a_checkpoint_holds_the_same_sources(idea):
+    saved = read_checkpoint(idea / "logs" / "run" / END)["sources"]
+    assert {name: text.encode() for name, text in saved.items()} == sources_of(idea / "logs" / "run.txt")
+
+
+@pytest.fixture(scope="module")
+def again(idea, project, shards, tmp_path_factory):
+    """The folder of the same run of what was extracted from the log, into the project, which stands in its way; there, the
+    runtime says that it is another."""
+    folder = tmp_path_factory.mktemp("again")
+    extract = [sys.executable, f"{ROOT / 'records' / 'extract.py'}", f"{idea / 'logs' / 'run.txt'}", f"{project / 'again'}"]
+    printed = subprocess.run(extract, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert printed.endswith(f"run it: ./run.sh {project}/again/ideas/idea.py\n")
+    with open(project / "again" / "runtime" / "options.py", "a") as file:
+        file.write('print("another runtime")\n')
+    result = run_sh(project, project, "again/ideas/idea.py", *options(shards, folder, save_every=4))
+    assert result.returncode == 0, result.stderr
+    assert "another runtime" in result.stdout
+    return folder
+
+
+def test_what_is_extracted_from_a_log_runs_to_the_same_bits(idea, again):
+    a, b = (read_checkpoint(folder / "logs" / "run" / END)["state"] for folder in (idea, again))
+    assert unequal(a, b) == []
+    assert lines_of(idea / "logs" / "run.txt") == lines_of(again / "logs" / "run.txt")
+
+
+def test_what_is_extracted_uses_its_own_trees_files_and_logs_them(idea, again):
+    before, now = (sources_of(folder / "logs" / "run.txt") for folder in (idea, again))
+    assert list(before) == list(now)
+    assert [name for name in before if before[name] != now[name]] == ["runtime/options.py"]
+    assert now["runtime/options.py"] == before["runtime/options.py"] + b'print("another runtime")\n'
+
+
+def test_a_script_outside_of_the_project_runs_with_the_helper_beside_it(project, shards):
+    """By its path from where the user stands; logged by its file's name."""
+    elsewhere = project.parent / "elsewhere"
+    write_idea(elsewhere, "mine.py", "helper")
+    result = run_sh(project, elsewhere, "mine.py", *options(shards, elsewhere, val_every=0, num_scheduled_iterations=3))
+    assert result.returncode == 0, result.stderr
+    found = sources_of(elsewhere / "logs" / "run.txt")
+    assert next(iter(found)) == "mine.py" and found["mine.py"] == (elsewhere / "mine.py").read_bytes()
+    assert found["helper.py"] == HELPER.encode() and "runtime/run.py" in found and not any("ideas" in name for name in found)
+
+
+def test_a_file_where_the_user_stands_comes_before_the_projects(project):
+    """Both folders have ideas/idea.py; --help says whose it is, and starts nothing."""
+    here = project.parent / "here"
+    (here / "ideas").mkdir(parents=True)
+    (here / "ideas" / "idea.py").write_text("import sys\nprint(__file__, sys.argv[1:])\n")
+    result = run_sh(project, here, "ideas/idea.py", "--help")
+    assert result.stdout == f"{here}/ideas/idea.py ['--help']\n", result.stderr
+
+
+def test_an_unknown_script_is_one_message(project, tmp_path):
+    result = run_sh(project, tmp_path, "nowhere/idea.py", "--num_scheduled_iterations=3")
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == f"run.sh: no such script: nowhere/idea.py, in {tmp_path} or {project}\n"
+
+
+# -----------------------------------------------------------------------------
+# Sources
+
+
+def test_an_edit_during_a_run_does_not_reach_its_log_or_its_checkpoints(shards, tmp_path, monkeypatch, no_warm_up):
+    script, build = tmp_path / "idea.py", train_gpt.build
+    script.write_text("before\n")
+    monkeypatch.setattr(train_gpt, "SOURCES", Sources(script))
+
+    def edit_and_build(*args):
+        script.write_text("after\n")
+        return build(*args)
+
+    monkeypatch.setattr(train_gpt, "build", edit_and_build)
+    main(options(shards, tmp_path, save_every=8))
+    assert (tmp_path / "logs" / "run.txt").read_text().startswith("before\n\n" + "-" * 40 + "\n# ")
+    assert read_checkpoint(tmp_path / "logs" / "run" / END)["sources"]["idea.py"] == "before\n"
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A small project: its root, and a function that imports one of its files for the length of a test."""
+    root = tmp_path / "tree"
+    monkeypatch.setattr(runtime_sources, "ROOT", root)
+    for name in ("idea.py", "empty/__init__.py", "empty/used.py", "unused.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("" if "__init__" in name else f"# {name}\n")
+
+    def load(path: Path) -> None:
+        monkeypatch.setitem(sys.modules, f"loaded_{path.stem}", None)
+        load_script(path, f"loaded_{path.stem}")
+
+    return root, load
+
+
+def test_files_are_held_as_they_were_at_the_start(tree):
+    """Edited, emptied or deleted since: also one that was empty."""
+    root, load = tree
+    sources = Sources(root / "idea.py")
+    for name in ("empty/__init__.py", "empty/used.py"):
+        (root / name).write_text("# after\n")
+        load(root / name)
+    (root / "idea.py").unlink()
+    (root / "empty/used.py").unlink()
+    assert sources.imported() == {"idea.py": "# idea.py\n", "empty/__init__.py": "", "empty/used.py": "# empty/used.py\n"}
+
+
+def test_a_helper_of_a_script_outside_is_held_as_it_was_first_seen(tree, tmp_path):
+    root, load = tree
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("script.py", "helper.py"):
+        (mine / name).write_text(f"# {name}\n")
+    sources = Sources(mine / "script.py")
+    load(mine / "helper.py")
+    first = sources.imported()
+    (mine / "helper.py").write_text("# after\n")
+    assert sources.imported() == first == {"script.py": "# script.py\n", "helper.py": "# helper.py\n"}
+
+
+def test_installed_packages_and_generated_code_are_no_sources(tree, tmp_path, monkeypatch):
+    """Both may lie below a script's folder, if that is the user's home."""
+    script = tmp_path / "idea.py"
+    script.write_text("# idea\n")
+    for place in (".local/lib/python3.12/site-packages", "dist-packages"):
+        package = tmp_path / place / f"in_{place[-13:].replace('-', '_')}.py"
+        package.parent.mkdir(parents=True)
+        package.write_text("# a package\n")
+        tree[1](package)
+    generated = types.ModuleType("generated")
+    generated.__file__ = f"{tmp_path / 'generated.py'}"
+    (tmp_path / "generated.py").write_text("# by a compiler\n")
+    monkeypatch.setitem(sys.modules, "generated", generated)
+    assert Sources(script).imported() == {"idea.py": "# idea\n"}
+
+
+def test_hidden_folders_and_environments_are_not_read(tree):
+    root = tree[0]
+    for name in (".git/hook.py", "ideas/.cache/x.py", "env/pyvenv.cfg", "env/lib/y.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    found = {path.relative_to(root).as_posix() for path in python_files(root)}
+    assert found == {"idea.py", "empty/__init__.py", "empty/used.py", "unused.py"}
+
+
+def test_a_header_can_be_split_back():
+    texts = {"ideas/idea.py": "x = 1\r\n\n", "data/a.py": "", "runtime/é.py": "'é'"}
+    header = log_header(texts, ["Python 3", "settings"])
+    rule, banner = "=" * 100, "-" * 40
+    assert header.split(f"\n{rule}")[1:] == ["\nPython 3\nsettings", ""]
+    script, *others = header.split(f"\n{rule}")[0].split(f"\n{banner}\n")
+    assert script == "x = 1\r\n\n" and dict(zip(others[::2], others[1::2])) == {"# data/a.py": "", "# runtime/é.py": "'é'"}
+
+
+def test_a_log_is_never_written_over(shards, tmp_path, capsys, no_warm_up):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        main(options(shards, tmp_path))
+    assert "run.txt is another run's log: move it, or give another --run_id or --log_dir" in capsys.readouterr().err
+    assert (tmp_path / "logs" / "run.txt").read_text() == "mine"
