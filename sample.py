@@ -18,6 +18,7 @@ import torch
 
 from data.encodings import decode, encode
 from data.loader import first_document
+from launch.console import guard_console
 from runtime import checkpoints
 from runtime.ranks import Ranks
 from triton_kernels import softcap
@@ -27,16 +28,18 @@ from triton_kernels import softcap
 def continue_text(manager: Any, prompt: list[int], count: int, temperature: float = 0.7) -> list[int]:
     """Up to `count` tokens after those of the prompt, which begins with bos_id; the document does not end in between.
 
-    manager: a trainer's TrainingManager. Tokens come from the settings' seed: the same prompt, the same text.
+    manager: a trainer's TrainingManager. temperature: positive and finite. Tokens come from the settings' seed: the same
+    prompt, the same text. Prompt and text together have at most max_tokens.
     """
     model, h, tokens = manager.model.eval(), manager.h, list(prompt)
     generator, device = torch.Generator().manual_seed(h.seed), model.embed.device
     for _ in range(min(count, h.max_tokens - len(prompt))):
         inputs, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in (tokens, [0, len(tokens)]))
-        x = model.hidden_states(inputs, starts, manager.forward_schedule())
+        x = model.hidden_states(inputs, starts, manager.forward_schedule()._replace(max_doc_len=0))
         logits = softcap(x[-1] @ model.lm_head).float().cpu()[: h.vocab_size]
         logits[h.bos_id] = -math.inf
-        tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)))
+        heated = ((logits - logits.max()).double() / temperature).float()  # any temperature: the largest is 0
+        tokens.append(int(torch.multinomial(torch.softmax(heated, -1), 1, generator=generator)))
     model.train()
     return tokens[len(prompt) :]
 
@@ -74,6 +77,10 @@ def sample(trainer: ModuleType, path: str, prompt: str, tokens: int, temperature
         begin = [h.bos_id, *encode(prompt, h.encoding)]
     except Exception as error:  # tiktoken fetches its vocabulary
         raise ValueError(f"the prompt cannot be encoded by {h.encoding!r}: {error}") from error
+    if (room := h.max_tokens - len(begin)) < 1:
+        raise ValueError(f"the prompt has {len(begin)} tokens, the model takes {h.max_tokens - 1} and writes on: shorten it")
+    if tokens > room:
+        print(f"sample.py: writes {room} tokens, not {tokens}: the model takes {h.max_tokens} in all", file=sys.stderr)
     return decode(continue_text(manager, begin, tokens, temperature), h.encoding)
 
 
@@ -87,16 +94,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--script", type=Path, default=Path(__file__).with_name("train_gpt.py"), help="that trained it")
     parser.add_argument("--log_dir", default="logs", help="where 'latest' looks")
     args = parser.parse_args(argv)
-    if args.tokens < 1 or not args.temperature > 0:
-        parser.error("--tokens and --temperature must be positive")
+    if args.tokens < 1 or not 0 < args.temperature < math.inf:
+        parser.error("--tokens and --temperature must be positive and finite")
     if not args.script.is_file():
         parser.error(f"--script={args.script}: no such file")
     try:
         text = sample(load_script(args.script), args.checkpoint, args.prompt, args.tokens, args.temperature, args.log_dir)
+        guard_console()
+        sys.stdout.reconfigure(errors="replace")
+        print(f"{args.prompt}⟫{text}", flush=True)
     except (ValueError, OSError) as error:
         print(f"sample.py: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    print(f"{args.prompt}⟫{text}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ public record 61 of github.com/KellerJordan/modded-nanogpt (104.9 s there, on 8 
     python train_gpt.py --help                             # every setting
 
 Read on: settings, four tables (parameters, layers, scalars, stages), model, head, updates, optimizer,
-schedule, warm-up and validation, the loop. triton_kernels.py has the GPU kernels and their references, data/
-shards and batches, runtime/ ranks, log, clock and checkpoints.
+schedule, warm-up and validation, the loop. triton_kernels.py and attention.py have the GPU kernels and their
+references, data/ shards and batches, runtime/ log, clock and checkpoints, launch/ start, signals and end.
 """
 
 import sys
@@ -20,7 +20,7 @@ from pathlib import Path
 # A copy in a folder of the project, such as ideas/, finds the project.
 sys.path[1:1] = [f"{at}" for at in Path(__file__).resolve().parents if (at / "runtime/run.py").is_file()][:1]
 
-from runtime.sources import Sources
+from launch.sources import Sources
 
 SOURCES = Sources(__file__)  # what the log will hold, read before anything can change it
 
@@ -38,19 +38,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attention import Band, attend, band_bias, flash_attention, norm_and_rotate_qk, uses_flash
+from data.encodings import check_encoding
 from data.loader import (
-    check_data, distributed_data_generator, shard_sizes, synthetic_batch, to_device, train_pattern,
-    val_pattern,
+    DataFacts, check_data, distributed_data_generator, synthetic_batch, to_device, train_pattern, val_pattern,
 )  # fmt: skip
+from launch.console import AgreedError, RunError, Stopped, tell
+from launch.signals import Signals
 from runtime.checkpoints import map_tensors
-from runtime.options import check_values, parse_options, setting
-from runtime.ranks import AgreedError, Ranks, RunError, Signals, Stopped, join_ranks, tell
+from runtime.options import check_values, is_plain_name, parse_options, setting
+from runtime.ranks import Ranks, join_ranks
 from runtime.run import Run
 from sample import sample_text
 from triton_kernels import (
-    XTX, XXT, Band, aX_plus_BX, attend, ba_plus_cAA, band_bias, cache_sized, flash_attention, fp8_head_loss,
-    fused_on_gpu, has_fp8, keep_freed_memory, norm, relu_squared_mlp, rotate,
-    softcapped_cross_entropy, transpose_add, transpose_copy, uses_flash,
+    XTX, XXT, aX_plus_BX, ba_plus_cAA, cache_sized, fp8_head_loss, fused_on_gpu, has_fp8, keep_freed_memory,
+    lookup, norm, relu_squared_mlp, residual_add, softcapped_cross_entropy, transpose_add, transpose_copy,
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -62,11 +64,11 @@ class Hyperparameters:
     """The record preset by default. Every field is an option: --num_scheduled_iterations=200."""
 
     # data
-    data: str = setting("data/fineweb10B", "folder of *_train_*.bin and *_val_*.bin shards")
+    data: str = setting("data/fineweb10B", "folder of *_train_*.bin and *_val_*.bin shards", path=True)
     vocab_size: int = setting(50257, "token ids are below this; the model pads it to a multiple of 128")
     bos_id: int = setting(50256, "the token that begins every document", least=0)
     encoding: str = setting("gpt2", "tiktoken encoding that turns tokens back into text, or 'bytes'")
-    max_doc_len: int = setting(2048, "documents are cut at this many tokens in training")
+    max_doc_len: int = setting(2048, "documents are cut at this many tokens in training", least=2)
     doc_slots: int = setting(0, "entries of cu_seqlens, one more than documents fit; 0: by size", least=0)
     # model
     model_dim: int = setting(768, "width of the residual stream, num_heads * head_dim")
@@ -94,7 +96,7 @@ class Hyperparameters:
     val_tokens: int = setting(10_485_760, "tokens of the validation shard, from its start")
     val_batch_tokens: int = setting(2_097_152, "tokens in a validation batch, shared by the micro-batches")
     # output
-    log_dir: str = setting("logs", "folder of the logs")
+    log_dir: str = setting("logs", "folder of the logs", path=True)
     run_id: str = setting("", "name of the log; empty: time and a random part")
     sample_tokens: int = setting(0, "tokens of text to write at the end", least=0)
     save_every: int = setting(0, "steps between checkpoints in log_dir/run_id, untimed; 0: none", least=0)
@@ -113,8 +115,9 @@ class Hyperparameters:
 
     @property
     def stream(self) -> dict[str, int]:
-        """What decides, beside the batch sizes, which tokens a micro-batch holds."""
-        return {name: getattr(self, name) for name in "max_doc_len micro_batches bos_id vocab_size".split()}
+        """What decides, beside the batch sizes, what a micro-batch holds."""
+        names = "max_doc_len", "micro_batches", "doc_slots", "bos_id", "vocab_size"
+        return {name: getattr(self, name) for name in names}
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings cannot run on world_size ranks."""
@@ -125,18 +128,20 @@ class Hyperparameters:
         sizes = {f"batch_unit={unit} (stage {i})": n * unit for i, n in enumerate(units, 1)}
         sizes[f"val_batch_tokens={self.val_batch_tokens}"] = self.val_batch_tokens
         uneven = [f"--{name}: {tokens} tokens do not" for name, tokens in sizes.items() if tokens % (16 * m)]
-        multiple = f"use a multiple of {world_size} (16 and 32 also fit smaller GPUs)"
+        multiple = f"use a multiple of {world_size}, or start another number of ranks"
         raise_first(
             (self.total_iterations > 10**6, f"{self.total_iterations} steps: a million is the most"),
             (m % world_size, f"--micro_batches={m} cannot be shared by {world_size} ranks: {multiple}"),
             (uneven, f"{''.join(uneven[:1])} divide into {m} micro-batches of a multiple of 16 tokens "
                      f"(FP8 products need that): change it or --micro_batches"),
             (self.doc_slots > longest + 1, f"--doc_slots={self.doc_slots}: the most tokens are {longest}"),
+            (self.block_size > longest, f"--block_size={self.block_size}: the most tokens are {longest}"),
             (self.val_tokens % self.val_batch_tokens,
              f"--val_tokens={self.val_tokens} is no multiple of --val_batch_tokens={self.val_batch_tokens}"),
             (self.bos_id >= vocab, f"--bos_id={self.bos_id} is outside the vocabulary, --vocab_size={vocab}"),
             (vocab > 65536, f"--vocab_size={vocab}: shards hold uint16 tokens, so at most 65536"),
-            (Path(self.run_id).name != self.run_id, f"--run_id={self.run_id}: must be a file's name, alone"),
+            (self.run_id and not is_plain_name(self.run_id),
+             f"--run_id={ascii(self.run_id)[1:-1]}: must be a file's name, alone, without *, [ and the like"),
         )  # fmt: skip
 
 
@@ -435,13 +440,6 @@ class Yarn(nn.Module):
         self.scale *= 0.2 * math.log(new_window / old_window) + 1
         self.fill_table()
 
-    def rotate(self, x: Tensor, paired: bool) -> Tensor:
-        """x (T, heads, D) at positions t; paired: even heads at 2t, odd heads at 2t + 1."""
-        T, heads, D = x.shape
-        p = 2 if paired else 1
-        table = self.table[: p * T].view(T, 1, p, D // 2, 2)
-        return rotate(x.reshape(T, heads // p, p, D), table).view(T, heads, D)
-
     def _apply(self, function: Callable, recurse: bool = True) -> "Yarn":
         """A table that is cast or moved is built anew: widening a rounded one would keep its error."""
         super()._apply(function, recurse)
@@ -464,23 +462,14 @@ def attention(
     T, dim = x.shape
     H = len(head_gate)
     D, p = dim // H, 2 if layer.paired else 1
-    qk, v = F.linear(x, W_qkv).view(T, 3 * H, D).split((2 * H, H), 1)
-    q, k = yarn.rotate(norm(qk), layer.paired).split(H, 1)
+    qkv = F.linear(x, W_qkv).view(T, 3 * H, D)
+    q, k, v = norm_and_rotate_qk(qkv, yarn.table, layer.paired, layer.key_offset)
     if value is not None:
         v = v + value
-    if layer.key_offset:
-        k = offset_keys(k)
     q, k, v = (z.reshape(T * p, H // p, D) for z in (q, k, v))
     y = attend(q, k, v, band, yarn.scale).reshape(T, H, D)
     y = y * torch.sigmoid(F.linear(x[:, :GATE_DIM], head_gate)).unsqueeze(-1)
     return F.linear(y.reshape(T, dim), W_o)
-
-
-def offset_keys(k: Tensor) -> Tensor:
-    """k[t] ← k[t−1] for t ≥ 1 in the second quarter and the last quarter of the head's dims; k (T, H, D)."""
-    previous = torch.cat((k[:1], k[:-1]))
-    quarters = zip(k.chunk(4, -1), previous.chunk(4, -1))
-    return torch.cat([before if i % 2 else here for i, (here, before) in enumerate(quarters)], -1)
 
 
 # -----------------------------------------------------------------------------
@@ -493,7 +482,7 @@ class ForwardSchedule(NamedTuple):
     mtp_weights: Tensor  # (3,), (2,) or (1,) fp32, on the model's device: weight of the k-th next token
     short_window: int  # positions: tokens, in paired layers half tokens
     long_window: int  # positions
-    max_doc_len: int = 0  # tokens of the longest document of a training micro-batch; 0: not known
+    max_doc_len: int = 0  # tokens: no document of the micro-batch is longer; 0: not known
 
 
 class GPT(nn.Module):
@@ -585,7 +574,9 @@ class GPT(nn.Module):
         mlp = pairs(self.mlp.view(-1, 4 * dim, dim).unbind())
         bands = self.bands(cu_seqlens, T, schedule)
 
-        x = F.embedding(inputs, self.embed)
+        tables = [self.embed, *(self.get_parameter(layer.value) for layer in LAYERS if layer.value)]
+        x, *values = lookup(*tables, tokens=inputs)  # (T, dim) each
+        values = of_layers("value", values)
         smear = smear_lambda * torch.sigmoid(F.linear(x[1:, :GATE_DIM], self.smear_gate))
         x = x0 = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
         kept = {}
@@ -598,18 +589,18 @@ class GPT(nn.Module):
                 xn, value = norm(x), None
                 if layer.value:
                     gate = 2 * torch.sigmoid(F.linear(xn[:, :GATE_DIM], ve_gate[i]))
-                    embedding = F.embedding(inputs, self.get_parameter(layer.value))
-                    value = gate.unsqueeze(-1) * embedding.view(T, H, D)
+                    value = gate.unsqueeze(-1) * values[i].view(T, H, D)
                 W_qkv, W_o = (scale * W for scale, W in zip(sa_lambda[i], attn[i]))
-                x = x + attention(xn, W_qkv, W_o, head_gate[i], value, layer, self.yarn, bands[i])
-            x = x + relu_squared_mlp(norm(x), *mlp[i])
+                out = attention(xn, W_qkv, W_o, head_gate[i], value, layer, self.yarn, bands[i])
+                x = residual_add(x, out)
+            x = residual_add(x, relu_squared_mlp(norm(x), *mlp[i]))
             if layer.keep:
                 kept[layer.keep] = x
         return norm(x - backout_lambda * kept["backout"])
 
     def bands(self, cu_seqlens: Tensor, T: int, schedule: ForwardSchedule) -> list[Band | None]:
         """What each layer's attention sees. Windows count positions; paired layers have two for a token."""
-        max_len = min(schedule.max_doc_len or T, T) if self.training else T
+        max_len = min(schedule.max_doc_len or T, T)  # attention passes over what is longer
         bands: dict[tuple[str, bool], Band | None] = {("", False): None}
         for layer in LAYERS:
             if (layer.window, layer.paired) not in bands:
@@ -770,7 +761,7 @@ class NorMuonAndAdam:
     """NorMuon for banks of matrices, Adam for everything else, sharded over the ranks; no groups, no hooks.
 
     A step has three phases:
-      1. launch every gradient reduction, asynchronously, in scatter_order;
+      1. launch every gradient reduction, asynchronously, in scatter_order; just before, add what is tied;
       2. in work_order: wait for the reduction, update own shard (all, if replicated), launch the gather;
       3. wait for the gathers; first for a parameter that another is tied to, and transpose it into that one.
 
@@ -925,12 +916,12 @@ class NorMuonAndAdam:
             if self.params[label].grad is None and label not in self.in_wide:
                 raise RuntimeError(f"{label} has no gradient: every parameter takes part in every step")
         ties = {label: self.table[label].tied_to for label in used if self.tied and self.table[label].tied_to}
-        for label, other in ties.items():
-            transpose_add(self._pending(label), self._pending(other))
-
-        active = [label for label in used if label not in ties]
-        reductions = {label: self._launch_reduction(label) for label in self.scatter_order if label in active}
-        gathers = {}
+        active, alone = [label for label in used if label not in ties], self.world_size == 1
+        reductions, gathers = {}, {}
+        for label in [label for label in self.scatter_order if label in active]:
+            for tied in [tied for tied, other in ties.items() if other == label]:  # while those before travel
+                transpose_add(self._pending(tied), self._pending(label), alone)
+            reductions[label] = self._launch_reduction(label)
         for label in self.work_order:
             if label in active:
                 grad, work = reductions[label]
@@ -942,7 +933,7 @@ class NorMuonAndAdam:
             if gathers[label] is not None:
                 gathers[label].wait()
             for tied in [tied for tied, other in ties.items() if other == label]:
-                transpose_copy(self.params[label].data, self.params[tied].data)
+                transpose_copy(self.params[label].data, self.params[tied].data, alone)
         for label in used:
             self.params[label].grad = None
         self.in_wide -= set(used)
@@ -1074,6 +1065,7 @@ class TrainingManager:
         self.split_step = split_step(h.num_scheduled_iterations)
         self.windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
         self.yarn_window = self.windows[0]
+        self.max_val_doc_len = 0  # tokens: no document of a validation micro-batch is longer; 0: not known
         self.advance_schedule(0)
 
     def advance_schedule(self, step: int) -> None:
@@ -1091,8 +1083,8 @@ class TrainingManager:
         self.mtp_weights = weights.to(self.model.embed.device, non_blocking=True)
 
     def forward_schedule(self) -> ForwardSchedule:
-        now = self.current
-        return ForwardSchedule(self.mtp_weights, now.short_window, now.long_window, self.h.max_doc_len)
+        now, longest = self.current, self.h.max_doc_len if self.model.training else self.max_val_doc_len
+        return ForwardSchedule(self.mtp_weights, now.short_window, now.long_window, longest)
 
     def batch_tokens(self, step: int) -> int:
         return step_schedule(step, self.h).batch_tokens
@@ -1186,21 +1178,23 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
     return TrainingManager(model, h)
 
 
-def check_shards(h: Hyperparameters) -> None:
+def check_shards(h: Hyperparameters) -> DataFacts:
     """Raise DataError if the shards cannot feed the schedule or the validation: now, not at step 1700."""
+    check_encoding(h.encoding)
     tokens = lambda step: step_schedule(step, h).batch_tokens
-    check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, val_tokens=h.val_tokens, **h.stream)
+    val = dict(val_tokens=h.val_tokens, val_batch_tokens=h.val_batch_tokens)
+    return check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, **val, **h.stream)
 
 
-def micro_batches(h: Hyperparameters, ranks: Ranks, training: bool, first_step: int = 0) -> Iterator:
-    """This rank's micro-batches (inputs, targets, cu_seqlens), in order, on the CPU."""
+def micro_batches(
+    h: Hyperparameters, ranks: Ranks, training: bool, first_step: int = 0, **change: int
+) -> Iterator:  # fmt: skip
+    """This rank's micro-batches (inputs, targets, cu_seqlens), in order, on the CPU; change: of h.stream."""
     pattern, tokens = val_pattern(h.data), h.val_batch_tokens
     if training:
         pattern, tokens = train_pattern(h.data), lambda step: step_schedule(step, h).batch_tokens
-    return distributed_data_generator(
-        pattern, tokens, **h.stream, rank=ranks.rank, world_size=ranks.world_size, aligned=training,
-        doc_slots=h.doc_slots, first_step=first_step,
-    )  # fmt: skip
+    place = dict(rank=ranks.rank, world_size=ranks.world_size, aligned=training, first_step=first_step)
+    return distributed_data_generator(pattern, tokens, **{**h.stream, **change}, **place)
 
 
 # -----------------------------------------------------------------------------
@@ -1248,16 +1242,17 @@ def validate(step: int, manager: TrainingManager, run: Run) -> float:
     model, h, ranks = manager.model.eval(), manager.h, run.ranks
     manager.advance_schedule(step)
     share = h.micro_batches // ranks.world_size  # of each validation batch, this rank's
-    count = h.val_tokens // h.val_batch_tokens * share
-    batches = micro_batches(h, ranks, training=False)
+    steps = h.val_tokens // h.val_batch_tokens
+    opened = functools.partial(micro_batches, h, ranks, False, max_doc_len=manager.max_val_doc_len)
+    batches = run.ahead(opened, share, steps)
     total = torch.zeros((), device=ranks.device)
-    for i, batch in enumerate(itertools.islice(batches, count)):
+    for i, batch in enumerate(batches):
         total += model(*to_device(batch, ranks.device), manager.forward_schedule())
         if i % share == 0 and run.heard_signal(total):
             break
     batches.close()
     model.train()
-    return sum(ranks.gather(total.item())) / (count * ranks.world_size)
+    return sum(ranks.gather(total.item())) / (steps * h.micro_batches)
 
 
 # -----------------------------------------------------------------------------
@@ -1268,7 +1263,7 @@ def prepare(run: Run) -> TrainingManager:
     """All that comes before the clock: checks, before any file is written; model, log, warm-up, state."""
     h, ranks = run.settings, run.ranks
     ranks.on_all(h.check, ranks.world_size)
-    ranks.on_all(check_shards, h)
+    data = ranks.on_all(check_shards, h)
     facts = []
     if ranks.device.type == "cuda":
         facts = [f"attention: {flash_attention()}"]
@@ -1276,11 +1271,13 @@ def prepare(run: Run) -> TrainingManager:
     else:
         keep_freed_memory()
     manager = ranks.on_all(build, h, ranks)
-    run.open(manager, shard_sizes(h.data), facts)
+    manager.max_val_doc_len = data.longest
+    run.open(manager, data.shards, facts)
     started = time.perf_counter()
     warm_up(manager, ranks, run.first_step)
     parameters, seconds = sum(p.numel() for p in manager.model.parameters()), time.perf_counter() - started
-    run.log.show(f"{parameters:,} parameters, {ranks.world_size} ranks, warm-up {seconds:.0f} s")
+    how_many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
+    run.log.show(f"{parameters:,} parameters, {how_many}, warm-up {seconds:.0f} s")
     run.restore()
     return manager
 
@@ -1304,30 +1301,31 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
 
     Timed is the loop, but for run.paused: data, forward, backward, reductions, updates, gathers, step lines.
     """
-    run = Run(replace(h), ranks, signals or Signals(), SOURCES)
-    manager = prepare(run)
-    batches = micro_batches(h, ranks, training=True, first_step=run.first_step)
-    run.start_clock()
-    for step in range(run.first_step, h.total_iterations + 1):
-        if is_validated(step, h) or run.must_pause(step):
-            with run.paused(step):  # the clock stands; saves; leaves here if all ranks agreed to stop
-                if is_validated(step, h):
-                    run.log_validation(step, validate(step, manager, run))
-        if step == h.total_iterations:
-            break
-        manager.advance_schedule(step)
-        forward_backward(step, manager, batches, run)
-        run.agree_on_loss(step)  # an infinity or NaN ends the run here, before it reaches the weights
-        manager.step_optimizers(step)
-        run.end_step()
-    batches.close()
-    run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)
+    with Run(replace(h), ranks, signals or Signals(), SOURCES) as run:
+        manager = prepare(run)
+        opened = functools.partial(micro_batches, h, ranks, training=True, first_step=run.first_step)
+        batches = run.ahead(opened, h.micro_batches // ranks.world_size, h.total_iterations - run.first_step)
+        run.start_clock()
+        for step in range(run.first_step, h.total_iterations + 1):
+            if is_validated(step, h) or run.must_pause(step):
+                with run.paused(step):  # the clock stands; saves; leaves here if all ranks agreed to stop
+                    if is_validated(step, h):
+                        run.log_validation(step, validate(step, manager, run))
+            if step == h.total_iterations:
+                break
+            manager.advance_schedule(step)
+            forward_backward(step, manager, batches, run)
+            run.agree_on_loss(step)  # an infinity or NaN ends the run here, before it reaches the weights
+            manager.step_optimizers(step)
+            run.end_step()
+        batches.close()
+        run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Options, ranks, training. Raises SystemExit after a message: code 1, 2 (options), or 128 + signal."""
     try:
-        h = parse_options(Hyperparameters, PRESETS, "record" if torch.cuda.is_available() else "demo", argv)
+        h = parse_options(Hyperparameters, PRESETS, "", argv)
         with Signals() as signals:
             train(h, join_ranks(), signals)
     except Stopped as stopped:

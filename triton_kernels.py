@@ -8,9 +8,10 @@ A function's body is its reference: the mathematics, and the fast path on a CPU.
     @XXT.kernel("cuda")
     def _XXT_cuda(X, out=None): ...  # takes over for 16-bit tensors on a GPU
 
-Chapters, in the order of learning: how a function finds its kernel; transposes; FP8; symmetric products; norm and rotation;
-MLP; head and loss; attention; what the machine wants. Each goes from the mathematics to the launch configuration, the
-kernel, its launcher and custom operators. Docstrings say what is computed, why that is faster, what must hold, its source.
+Chapters, in the order of learning: how a function finds its kernel; transposes; embeddings; FP8; symmetric products; norm;
+MLP; head and loss; what the machine wants. Attention is a file of its own, attention.py. Each chapter goes from the
+mathematics to the launch configuration, the kernel, its launcher and custom operators. Docstrings say what is computed, why
+that is faster, what must hold, its source.
 
 Kernels compute in fp32 and store in the dtype of their pointers: Triton's interpreter runs in fp32 and fp16 on a CPU the code
 that GPUs run in bf16 and FP8. No configuration is searched for at run time. References compute in the dtype they are given,
@@ -21,7 +22,6 @@ What a kernel must move and was compiled to: bench/README.md. What is proved of 
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import math
 import platform
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, library
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # -----------------------------------------------------------------------------
@@ -121,19 +121,20 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @has_kernel
-def transpose_add(source: Tensor, target: Tensor) -> None:
-    """target += sourceᵀ in place: embed.grad (vocab, dim) into lm_head.grad (dim, vocab)."""
+def transpose_add(source: Tensor, target: Tensor, alone: bool = True) -> None:
+    """target += sourceᵀ in place: embed.grad (vocab, dim) into lm_head.grad (dim, vocab).
+    alone: nothing runs meanwhile, so that a kernel takes all processors."""
     target.add_(source.mT)
 
 
 @has_kernel
-def transpose_copy(source: Tensor, target: Tensor) -> None:
-    """target = sourceᵀ in place: lm_head (dim, vocab) into embed (vocab, dim)."""
+def transpose_copy(source: Tensor, target: Tensor, alone: bool = True) -> None:
+    """target = sourceᵀ in place: lm_head (dim, vocab) into embed (vocab, dim). alone: as in transpose_add."""
     target.copy_(source.mT)
 
 
-TRANSPOSE = dict(BLOCK=64, num_warps=4, num_stages=2)  # 64 bf16 are a line of 128 bytes, in either layout
-TRANSPOSE_PROGRAMS = 32  # of an H100's 132 processors: the others stay with the reductions that run meanwhile
+TRANSPOSE = dict(BLOCK=64, num_warps=4)  # 64 bf16 are a line of 128 bytes, in either layout
+TRANSPOSE_PROGRAMS = 32  # of an H100's 132 processors: the others stay with the collectives that run meanwhile
 
 
 @triton.jit
@@ -156,10 +157,11 @@ def _store_tile(matrix, tile, row, col, rows, cols):
 @triton.jit
 def transpose_kernel(source, target, rows, cols, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """target (rows, cols) = sourceᵀ, or += if ADD, tile by tile; each program takes every num_programs-th.
-    Faster: tiles turn on the chip, so that reads and writes are whole lines of memory, and a sum needs no sourceᵀ in memory.
+    Faster: tiles turn on the chip, so that reads and writes are whole lines of memory, and a sum needs no sourceᵀ in memory;
+    three tiles are on their way while one is turned, as few programs would else wait for memory most of the time.
     Must hold: source and target are contiguous and do not overlap; sums are rounded once."""
     across = tl.cdiv(cols, BLOCK)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK) * across, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK) * across, tl.num_programs(0), num_stages=4):
         row, col = tile // across * BLOCK, tile % across * BLOCK
         result = _load_tile(source, col, row, cols, rows, BLOCK, BLOCK).T
         if ADD:
@@ -167,17 +169,97 @@ def transpose_kernel(source, target, rows, cols, ADD: tl.constexpr, BLOCK: tl.co
         _store_tile(target, result, row, col, rows, cols)
 
 
-def launch_transpose(source: Tensor, target: Tensor, add: bool) -> None:
+def launch_transpose(source: Tensor, target: Tensor, alone: bool = True, *, add: bool) -> None:
     rows, cols = target.shape
     tiles = triton.cdiv(rows, TRANSPOSE["BLOCK"]) * triton.cdiv(cols, TRANSPOSE["BLOCK"])
+    grid = (min(tiles, 4 * chip(target.device).processors if alone else TRANSPOSE_PROGRAMS),)  # of 48 KB, four fit a processor
     result = target if target.is_contiguous() else target.contiguous()
-    launch(transpose_kernel, (min(TRANSPOSE_PROGRAMS, tiles),), source.contiguous(), result, rows, cols, ADD=add, **TRANSPOSE)
+    launch(transpose_kernel, grid, source.contiguous(), result, rows, cols, ADD=add, **TRANSPOSE)
     if result is not target:
         target.copy_(result)
 
 
 transpose_add.kernel("cuda")(functools.partial(launch_transpose, add=True))
 transpose_copy.kernel("cuda")(functools.partial(launch_transpose, add=False))
+
+
+# -----------------------------------------------------------------------------
+# Embeddings: several looked up at once
+
+
+@has_kernel
+def lookup(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
+    """The tokens' rows of each table, (T, dim), differentiable. Tables (vocab, dim), of one shape and dtype; tokens (T,) int32.
+    A kernel looks up a table that is given twice once, and sums the two gradients before it scatters them."""
+    return [F.embedding(tokens, each) for each in (table, *tables)]
+
+
+def token_runs(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Positions sorted by token, (T,) int64, equal ones in their order; each token's first place there, (vocab + 1,) int32."""
+    found, order = torch.sort(tokens, stable=True)
+    ids = torch.arange(vocab + 1, device=tokens.device, dtype=tokens.dtype)
+    return order, torch.searchsorted(found, ids, out_int32=True)
+
+
+SCATTER = dict(ROWS=8, BLOCK=256, num_warps=1)  # a warp holds the sums; in registers alone
+SCATTER_ITEMS = 8  # of a program: enough to hide its start, few enough to even out the long with the short
+
+
+@triton.jit
+def scatter_kernel(
+    grad, order, starts, out,  # (T, dim); (T,) int64; (V + 1,) int32; (V, dim)
+    V, dim, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[v] = Σ grad[order[i]], starts[v] ≤ i < starts[v + 1]: a sum over the positions of token v, zero where there are none.
+    Each program takes every num_programs-th item, a row's BLOCK columns: neighbours, often frequent alike, go to different
+    programs, the most frequent tokens of a BPE, its first, to those that start first.
+    Faster: a row is read and written once in 16 bits, 102 MB for 16384 tokens; zeros in fp32, atomic additions and a cast move
+    510. Must hold: no atomics, and one order of summation, so that a run repeats itself to the bit; a sum is rounded once."""
+    across = tl.cdiv(dim, BLOCK)
+    for item in tl.range(tl.program_id(0), V * across, tl.num_programs(0)):
+        token, c = (item // across).to(tl.int64), item % across * BLOCK + tl.arange(0, BLOCK)
+        start, end = tl.load(starts + token), tl.load(starts + token + 1)
+        row = out + token * dim + c
+        if start == end:
+            tl.store(row, tl.zeros((BLOCK,), out.dtype.element_ty), mask=c < dim)
+        else:
+            sums = tl.zeros((ROWS, BLOCK), tl.float32)
+            for first in tl.range(start, end, ROWS, num_stages=3):
+                i = first + tl.arange(0, ROWS)
+                t = tl.load(order + i, mask=i < end, other=0)[:, None]
+                sums += tl.load(grad + t * dim + c, mask=(i < end)[:, None] & (c < dim), other=0.0).to(tl.float32)
+            tl.store(row, tl.sum(sums, 0).to(out.dtype.element_ty), mask=c < dim)
+
+
+def launch_scatter(grad: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    """(vocab, dim): the gradient of a table from that of its rows, grad (T, dim); order and starts: token_runs."""
+    out = grad.new_empty(len(starts) - 1, grad.size(1))
+    items = len(out) * triton.cdiv(out.size(1), SCATTER["BLOCK"])
+    launch(scatter_kernel, (triton.cdiv(items, SCATTER_ITEMS),), grad.contiguous(), order, starts, out, *out.shape, **SCATTER)
+    return out
+
+
+scatter_op = operator("scatter", lambda grad, _, starts: grad.new_empty(len(starts) - 1, grad.size(1)))(launch_scatter)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, table: Tensor, tokens: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(order, starts)
+        return F.embedding(tokens, table)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return scatter_op(grad, *ctx.saved_tensors), None, None, None
+
+
+@lookup.kernel("cuda")
+def _lookup_cuda(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
+    runs, tables, rows = token_runs(tokens, len(table)), (table, *tables), []
+    for i, each in enumerate(tables):
+        same = [j for j in range(i) if tables[j] is each]
+        rows.append(rows[same[0]] if same else _Lookup.apply(each, tokens, *runs))
+    return rows
 
 
 # -----------------------------------------------------------------------------
@@ -448,7 +530,7 @@ def _aX_plus_BX_cuda(X: Tensor, B: Tensor, a: float, right: bool = False) -> Ten
 
 
 # -----------------------------------------------------------------------------
-# Norm and rotation: no kernel of their own; torch.compile joins them with their neighbours
+# The residual stream: norm and sum. They have no kernel: torch.compile joins them with their neighbours. Heads: attention.py.
 
 RMS_EPS = torch.finfo(torch.float32).eps
 
@@ -479,34 +561,17 @@ class _RMSNorm(torch.autograd.Function):
         return _cast(torch.addcmul(grad, wide, mean).mul_(rstd), y.dtype)
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotary positions (arXiv 2104.09864): pairs of neighbouring dims, turned clockwise by an angle of the table.
-    y[2j] = c·x[2j] + s·x[2j+1], y[2j+1] = c·x[2j+1] − s·x[2j]. x (..., D); table (..., D/2, 2), broadcast, holds c and −s."""
-    return _Rotation.apply(x, table)
+@has_kernel
+def residual_add(x: Tensor, branch: Tensor) -> Tensor:
+    """x + branch, (T, dim) each."""
+    return x + branch
 
 
-class _Rotation(torch.autograd.Function):
-    """The gradient turns back: the transpose of a rotation is its inverse. Only the table is saved."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(table)
-        return _rotated(x, table, back=False)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _rotated(grad, *ctx.saved_tensors, back=True), None
-
-
-def _rotated(x: Tensor, table: Tensor, back: bool) -> Tensor:
-    """x turned by the table, or back. On a CPU a pair is a complex number, so that all is one product."""
-    pairs = x.unflatten(-1, (-1, 2))
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
-        factor = torch.view_as_complex(table)
-        return torch.view_as_real(torch.view_as_complex(pairs) * (factor.conj() if back else factor)).flatten(-2)
-    (even, odd), (c, s) = pairs.unbind(-1), table.unbind(-1)
-    s = s if back else -s
-    return torch.stack((c * even + s * odd, c * odd - s * even), -1).flatten(-2)
+@residual_add.kernel("cuda")
+def _residual_add_cuda(x: Tensor, branch: Tensor) -> Tensor:
+    """With a leading 1: a 2-D sum with a product becomes an addmm of torch.compile, which copies x before it multiplies. This
+    one becomes part of the next norm."""
+    return (x[None] + branch[None])[0]
 
 
 # -----------------------------------------------------------------------------
@@ -539,22 +604,25 @@ class _ReluSquaredMLP(torch.autograd.Function):
 
 # Chips with an H100's shared memory (H100, H200, B200) also have the tensor memory accelerator, TMA, that copies whole tiles by
 # descriptor; the others (A100: 163 KB, RTX 4090: 99 KB) load by pointers.
-LARGE_TILES = dict(TMA=True, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=4)
-SMALL_TILES = dict(TMA=False, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=4)
+LARGE_TILES = dict(TMA=True, FLATTEN=True, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=4)
+SMALL_TILES = dict(TMA=False, FLATTEN=False, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=4)
+LARGE_TILES_BACKWARD = LARGE_TILES | dict(num_stages=3)  # as a tile of the activation is on its way too
 
 
 @triton.jit
 def relu_squared_kernel(
     x, w, activation, out,  # (M, K), (N, K), (M, N), (M, N): tensor descriptors if TMA, else pointers
     M, N, K,
-    BACKWARD: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BACKWARD: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out = relu(x wᵀ)² forward; out = x wᵀ · 2√activation backward. Each program takes every num_programs-th tile.
     Faster: the product's epilogue squares, or multiplies by the slope, so that x wᵀ never goes to memory. Programs that run
-    side by side share rows of x, and all of w stays in L2. Must hold: rows are multiples of 16 bytes (TMA); NaN stays NaN."""
+    side by side share rows of x, and all of w stays in L2. If FLATTEN, both loops are one: the next tile's operands are on
+    their way during an epilogue. Must hold: rows are multiples of 16 bytes (TMA); NaN stays NaN."""
     HALF: tl.constexpr = BLOCK_N // 2
     across = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0), flatten=FLATTEN):
         row, col = tile // across * BLOCK_M, tile % across * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
@@ -578,7 +646,8 @@ def launch_relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tens
     """(M, N): relu(x wᵀ)², or x wᵀ · 2√activation where an activation is given. x (M, K), w (N, K), one dtype."""
     (M, K), N = x.shape, w.size(0)
     out = x.new_empty(M, N)
-    config = LARGE_TILES if chip(x.device).shared_memory >= H100.shared_memory else SMALL_TILES
+    large = LARGE_TILES if activation is None else LARGE_TILES_BACKWARD
+    config = large if chip(x.device).shared_memory >= H100.shared_memory else SMALL_TILES
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
 
     def tiles(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor | Tensor:
@@ -779,7 +848,8 @@ def _gradient_item(
     K: tl.constexpr, BOTH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """((Σ_k w_k) softmax(z) − Σ_k w_k onehot(target_k)) · dz/dlogit · inverse_scale of one item.
-    First as if there were no targets; then the item's few targets are written over."""
+    First as if there were no targets; then the item's few targets are written over; then what was written is turned. A turn
+    of the numbers at hand would cost more: Triton up to 3.7 turns the logits instead, and computes every gradient twice."""
     row = strip * ROWS + tl.arange(0, ROWS)
     offset = row.to(tl.int64) * V
     log2_total = tl.load(lse + row, mask=row < T, other=0.0) * _LOG2E
@@ -794,8 +864,6 @@ def _gradient_item(
         logit = tl.load(logits + offset[:, None] + c[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
         narrow = _gradient(logit, log2_total[:, None], weight[:, None], 0.0, size).to(grad.dtype.element_ty)
         tl.store(grad + offset[:, None] + c[None, :], narrow, mask=inside)
-        if BOTH:
-            tl.store(grad_t + c.to(tl.int64)[:, None] * T + row[None, :], narrow.T, mask=inside.T)
     tl.debug_barrier()  # all threads have stored before some of it is written over
     for k in tl.static_range(K):
         target = tl.load(targets + row + k, mask=row + k < T, other=-1)
@@ -807,8 +875,10 @@ def _gradient_item(
         logit = tl.load(logits + offset + target, mask=here, other=0.0)
         narrow = _gradient(logit, log2_total, weight, onehot, size).to(grad.dtype.element_ty)
         tl.store(grad + offset + target, narrow, mask=here)
-        if BOTH:
-            tl.store(grad_t + target * T + row, narrow, mask=here)
+    if BOTH:
+        tl.debug_barrier()
+        for col in tl.range(part * WIDTH, end, 2 * BLOCK, num_stages=2):  # 64 KB in all, still in L2
+            _store_tile(grad_t, _load_tile(grad, strip * ROWS, col, T, V, ROWS, 2 * BLOCK).T, col, strip * ROWS, V, T)
 
 
 @triton.jit
@@ -954,117 +1024,6 @@ fp8_head_loss_op.register_autograd(
     setup_context=_keep_fp8,
 )
 fp8_head_loss.kernel("cuda")(lambda *inputs, **scales: fp8_head_loss_op(*inputs, **scales)[0])
-
-
-# -----------------------------------------------------------------------------
-# Attention within documents and a window
-
-
-class Band(NamedTuple):
-    """Which keys a query sees: its own position and the `window` before it, within its document."""
-
-    cu_seqlens: Tensor  # (slots,) int32, document starts in positions, padded by the number of positions
-    window: int  # positions
-    max_len: int  # longest document, in positions
-    bias: Tensor | None  # for the banded reference: (blocks, rows, keys), 0 where seen, −inf elsewhere; None: FlashAttention
-
-
-def uses_flash(x: Tensor) -> bool:
-    """Whether tensors like x go to FlashAttention: 16-bit ones on a GPU. Their bands need no bias."""
-    return kernel_device(x) == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
-
-
-@functools.cache
-def flash_attention() -> str:
-    """Turn FlashAttention 3 (arXiv 2407.08608) on where its package is; what attention runs on, in words for the log."""
-    if not torch.cuda.is_available():
-        return "banded, in PyTorch"
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return "varlen_attn, FA2"
-    torch.nn.attention.activate_flash_attention_impl("FA3")
-    return "varlen_attn, FA3"
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys of the band, causal, differentiable; q, k, v and result (P, H, D), one dtype.
-    A band with a bias goes the banded way, in fp32 or better; one without to FlashAttention."""
-    if band.bias is not None:
-        return _BandedAttention.apply(q, k, v, band.bias, scale).to(q.dtype)
-    cu_seqlens, max_len = band.cu_seqlens, band.max_len
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, window_size=(band.window, 0))
-
-
-def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
-    """(blocks, rows, keys) for blocks of `rows` queries, each with the keys of its own and the blocks its window reaches."""
-    device = cu_seqlens.device
-    rows = 32 if window <= 128 else 64
-    blocks, back = -(-length // rows), -(-min(window, length) // rows)
-    position = torch.arange(blocks * rows, device=device)
-    start = cu_seqlens[torch.searchsorted(cu_seqlens, position.int(), right=True) - 1]  # of the position's document
-    first_seen = torch.maximum(position - window, start).view(blocks, rows, 1)
-    key = position.view(blocks, rows, 1)[:, :1] + torch.arange(-back * rows, rows, device=device)  # (blocks, 1, keys)
-    unseen = (key < first_seen) | (key > position.view(blocks, rows, 1))
-    return torch.zeros(unseen.shape, device=device, dtype=dtype).masked_fill_(unseen, -math.inf)
-
-
-def _by_head(x: Tensor, padded: int, front: int) -> Tensor:
-    """(P, H, D) → (front + H·padded, D), fp32 or better, `front` zero rows first."""
-    P, H, D = x.shape
-    out = torch.empty(front + H * padded, D, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-    out[:front].zero_()
-    heads = out[front:].view(H, padded, D)
-    heads[:, P:].zero_()
-    heads[:, :P].copy_(x.transpose(0, 1))
-    return out
-
-
-def _bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
-    """(batch, keys, D): a view, each window one block of rows further."""
-    return x.as_strided((batch, keys, x.size(1)), (rows * x.size(1), x.size(1), 1))
-
-
-class _BandedAttention(torch.autograd.Function):
-    """softmax(scale · q kᵀ + bias) v, block by block: the reference on any device, and the fast path on CPU.
-    Faster: a block of queries multiplies the few keys of its window, not all, and no key is copied: heads lie one after
-    another in memory, so that the keys of all blocks are overlapping windows of one strided view. Must hold: a head's first
-    blocks reach into the head before it, so that the bias masks those keys like any foreign document's."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-        P, H, D = q.shape
-        blocks, rows, keys = bias.shape
-        batch, padded = H * blocks, blocks * rows
-        q = _by_head(q, padded, 0).mul_(scale).view(batch, rows, D)
-        k, v = _by_head(k, padded, keys - rows), _by_head(v, padded, keys - rows)
-        scores = torch.bmm(q, _bands(k, batch, rows, keys).mT)
-        scores.view(H, blocks, rows, keys).add_(bias)
-        probs = torch.softmax(scores, -1)
-        ctx.save_for_backward(q, k, v, probs)
-        ctx.scale, ctx.shape = scale, (P, H, D)
-        out = torch.bmm(probs, _bands(v, batch, rows, keys))
-        return out.view(H, padded, D)[:, :P].transpose(0, 1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        q, k, v, probs = ctx.saved_tensors
-        P, H, D = ctx.shape
-        batch, rows, keys = probs.shape
-        padded, back = batch // H * rows, keys // rows - 1
-        g = _by_head(grad, padded, 0).view(batch, rows, D)
-
-        def sum_bands(x: Tensor) -> Tensor:
-            """(batch, keys, D) → (P, H, D): each key's sum over the blocks that saw it."""
-            out = torch.zeros(back * rows + H * padded, D, device=x.device, dtype=x.dtype)
-            for i in range(back + 1):
-                out[i * rows : i * rows + H * padded].view(batch, rows, D).add_(x[:, i * rows : (i + 1) * rows])
-            return out[back * rows :].view(H, padded, D)[:, :P].transpose(0, 1)
-
-        grad_v = sum_bands(torch.bmm(probs.mT, g))
-        grad_probs = torch.bmm(g, _bands(v, batch, rows, keys).mT)
-        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        grad_q = torch.bmm(grad_scores, _bands(k, batch, rows, keys)).mul_(ctx.scale)
-        grad_k = sum_bands(torch.bmm(grad_scores.mT, q))  # q carries the scale
-        return grad_q.view(H, padded, D)[:, :P].transpose(0, 1), grad_k, grad_v, None, None
 
 
 # -----------------------------------------------------------------------------

@@ -1,8 +1,14 @@
-"""Check and time everything on a CUDA machine: one command, nothing downloaded, under 9 minutes on one H200 by design.
+"""Check and time everything on a CUDA machine; nothing is downloaded.
 
     python bench/gpu.py                     # all sections; a report under records/, exit code 1 if a check failed
     python bench/gpu.py --only=kernels,run  # some of them
     python bench/gpu.py --dry-run           # the same code on a CPU at tiny sizes: proves the command, measures nothing
+
+Where a machine is lent for ten minutes at a time, two calls. By calculation, from the seconds that each graph takes to
+generate, neither reaches ten minutes; the second finds what the first compiled and the shards it made in --cache:
+
+    python bench/gpu.py --output=OUT --only=environment,kernels,attention,run
+    python bench/gpu.py --output=OUT --only=model,profile,memory,kernel_table
 
 Each section checks or measures one thing and fails alone. The report is written anew after each, so that what was found
 stays when the machine goes.
@@ -44,8 +50,10 @@ class Bench:
     """What the sections share."""
 
     dry: bool
-    scratch: Path  # shards, logs, compile cache
+    scratch: Path  # logs; gone at the end
+    cache: Path  # shards; stays
     report: Path  # without suffix
+    was_empty: bool = True  # the compile cache, at the start
     folder: Path | None = None  # shards, once made
 
     @property
@@ -53,17 +61,18 @@ class Bench:
         return "cpu" if self.dry else "cuda"
 
     def settings(self, **changes):
-        """The record preset on generated shards: byte tokens under its vocabulary, few steps; tiny on a dry run."""
+        """The record preset on generated shards: byte tokens under its vocabulary, few steps; tiny on a dry run. Validated at
+        the start and at the end alone: every shape more is a graph more to compile."""
         from train_gpt import Hyperparameters
 
         h = Hyperparameters(
             data=str(self.shards()), bos_id=256, encoding="bytes", num_scheduled_iterations=45, num_extension_iterations=5,
-            val_every=15, val_tokens=524_288, val_batch_tokens=524_288, log_dir=str(self.scratch / "logs"),
+            val_every=50, val_tokens=524_288, val_batch_tokens=524_288, log_dir=str(self.scratch / "logs"),
         )  # fmt: skip
         if self.dry:
             h = dataclasses.replace(
                 h, vocab_size=257, model_dim=32, num_heads=2, head_dim=16, dtype="float32", compile=False, batch_unit=32,
-                micro_batches=2, block_size=16, num_scheduled_iterations=6, num_extension_iterations=2, val_every=4,
+                micro_batches=2, block_size=16, num_scheduled_iterations=6, num_extension_iterations=2, val_every=8,
                 val_tokens=2048, val_batch_tokens=2048,
             )  # fmt: skip
         return dataclasses.replace(h, **changes)
@@ -73,7 +82,7 @@ class Bench:
         if self.folder is None:
             paths = sysconfig.get_paths()
             source = Path(paths["stdlib"], "asyncio") if self.dry else paths["purelib"]
-            self.folder = self.scratch / "data"
+            self.folder = self.cache / ("asyncio" if self.dry else "packages")
             command = [sys.executable, ROOT / "data" / "local_text.py", f"--input={source}", f"--output={self.folder}"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return self.folder
@@ -94,6 +103,7 @@ def environment(bench: Bench) -> tuple[str, dict]:
     import triton
 
     import triton_kernels as tk
+    from attention import flash_attention
 
     facts = {
         "Python": sys.version.split()[0],
@@ -106,7 +116,7 @@ def environment(bench: Bench) -> tuple[str, dict]:
         facts["GPUs"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().replace("\n", "; ")
         facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
         facts["FP8 head"] = tk.has_fp8(torch.device("cuda"))
-    facts["attention"] = tk.flash_attention()
+    facts["attention"] = flash_attention()
     return table(["what", "is"], [[key, value] for key, value in facts.items()]), facts
 
 
@@ -139,6 +149,15 @@ def kernels(bench: Bench) -> tuple[str, dict]:
         cases += [
             (f"relu_squared {sizes} {v}", lambda s=sizes, v=v: checks.check_relu_squared(s, dtype, v, device)) for v in values
         ]
+    for sizes in [(6, 2, 12)] if bench.dry else [(9, 4, 12), (16384, 6, 128)]:
+        for kind in ((False, False), (True, False), (False, True)):  # paired, key offset
+            cases += [
+                (
+                    f"norm_rotate {sizes} {kind} {v}",
+                    lambda s=sizes, k=kind, v=v: checks.check_norm_and_rotate(s, *k, dtype, v, device),
+                )
+                for v in values
+            ]
     for T, V in [(70, 130)] if bench.dry else [(1, 3), (65, 1030), (330, 2100), (2048, 50304)]:
         cases += [(f"loss ({T}, {V}) {v}", lambda T=T, V=V, v=v: checks.check_loss(T, V, 3, dtype, v, device)) for v in values]
     if bench.dry or torch.cuda.get_device_capability() >= (8, 9):
@@ -147,6 +166,8 @@ def kernels(bench: Bench) -> tuple[str, dict]:
     for shape in [(20, 30)] if bench.dry else [(1, 1), (70, 130), (50304, 768), (768, 50304)]:
         cases.append((f"transposes {shape}", lambda s=shape: checks.check_transpose(s, dtype, device)))
         cases.append((f"quantize {shape}", lambda s=shape: checks.check_quantize((s[0], s[1] + 4), dtype, device)))
+    for T, vocab, dim in [(20, 9, 30)] if bench.dry else [(70, 30, 40), (16384, 50304, 768), (49152, 50304, 768)]:
+        cases.append((f"lookup {(T, vocab, dim)}", lambda s=(T, vocab, dim): checks.check_lookup(*s, dtype, device)))
     rows, failed = [], []
     with mock.patch.object(checks, "assert_within", recorded):
         for name, check in cases:
@@ -175,7 +196,7 @@ def attention(bench: Bench) -> tuple[str, dict]:
     """attend as the model calls it, forward and backward, against the banded reference in fp64."""
     import torch
 
-    import triton_kernels as tk
+    from attention import Band, attend, band_bias
     from train_gpt import EXTENSION, FINAL_VALIDATION, STAGES
 
     h = bench.settings()
@@ -185,26 +206,26 @@ def attention(bench: Bench) -> tuple[str, dict]:
     lengths = torch.randint(32, T // 8, (64,), generator=generator).cumsum(0)
     starts = torch.cat((torch.zeros(1), lengths[lengths < T], torch.full((64,), T)))[:64].int().to(bench.device)
     rows, failed = [], []
-    for stage in dict.fromkeys((*STAGES, EXTENSION, FINAL_VALIDATION)):
-        for kind, blocks in (("short", stage.short), ("long", stage.long)):
-            for p in (1, 2):  # plain, paired heads
-                shape = (p * T, h.num_heads // p, h.head_dim)
-                x = [torch.randn(shape, generator=generator).to(bench.device, dtype) for _ in range(4)]
-                x = [z / z.float().square().mean(-1, keepdim=True).sqrt().to(dtype) for z in x]
-                window, cu_seqlens = blocks * h.block_size, p * starts
-                bias = tk.band_bias(cu_seqlens, p * T, window, torch.float64)
-                results = []
-                for wide in (False, True):
-                    q, k, v = (z.to(torch.float64 if wide else dtype).requires_grad_() for z in x[:3])
-                    band = tk.Band(cu_seqlens, window, p * T, bias if wide else (bias.float() if bench.dry else None))
-                    out = tk.attend(q, k, v, band, 0.1)
-                    results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), x[3].to(out.dtype))))
-                del bias
-                errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*results)]
-                # A result is rounded once, after probabilities and their gradients have been rounded too.
-                if max(errors) > (40 if bench.dry else 4) * unit:
-                    failed.append(f"window {window}, paired {p == 2}")
-                rows.append([f"{kind} {window}", "paired" if p == 2 else "plain", *(f"{error:.2e}" for error in errors)])
+    windows = [(kind, getattr(stage, kind)) for stage in (*STAGES, EXTENSION, FINAL_VALIDATION) for kind in ("short", "long")]
+    for kind, blocks in dict.fromkeys(windows):
+        for p in (1, 2):  # plain, paired heads
+            shape = (p * T, h.num_heads // p, h.head_dim)
+            x = [torch.randn(shape, generator=generator).to(bench.device, dtype) for _ in range(4)]
+            x = [z / z.float().square().mean(-1, keepdim=True).sqrt().to(dtype) for z in x]
+            window, cu_seqlens = blocks * h.block_size, p * starts
+            bias = band_bias(cu_seqlens, p * T, window, torch.float64)
+            results = []
+            for wide in (False, True):
+                q, k, v = (z.to(torch.float64 if wide else dtype).requires_grad_() for z in x[:3])
+                band = Band(cu_seqlens, window, p * T, bias if wide else (bias.float() if bench.dry else None))
+                out = attend(q, k, v, band, 0.1)
+                results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), x[3].to(out.dtype))))
+            del bias
+            errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*results)]
+            # A result is rounded once, after probabilities and their gradients have been rounded too.
+            if max(errors) > (40 if bench.dry else 4) * unit:
+                failed.append(f"window {window}, paired {p == 2}")
+            rows.append([f"{kind} {window}", "paired" if p == 2 else "plain", *(f"{error:.2e}" for error in errors)])
     text = table(["window", "heads", "output", "dq", "dk", "dv"], rows)
     if failed:
         raise SectionError(f"attention is off: {'; '.join(failed)}", text, {"rows": rows})
@@ -228,10 +249,13 @@ def model(bench: Bench) -> tuple[str, dict]:
         for param in reference.parameters():
             if param.ndim > 1:
                 param.add_(torch.randn(param.shape) * 0.02)
+        reference.scalars.add_(0.5 * (reference.scalars == 0))  # of the smear gate: times 0, it would have no gradient
     device = torch.device(bench.device)
     trained = model_of(h, tokens, fp8_head=tk.has_fp8(device))
     trained.load_state_dict(reference.state_dict())
     trained.to(device)
+    if h.dtype == "float32":
+        trained.float()
     reference.float()
     if h.compile:
         trained.compile(dynamic=False, fullgraph=True)
@@ -293,7 +317,7 @@ def run(bench: Bench) -> tuple[str, dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={bench.ranks()}"]
     command += [str(ROOT / "train_gpt.py"), "--preset=record", *options]
     environ = {**os.environ, "TORCH_LOGS": "recompiles,graph_breaks", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, timeout=400)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, timeout=560)
     if done.returncode:
         raise SectionError(f"exit code {done.returncode}", f"```\n{done.stdout[-4000:]}\n```", {"output": done.stdout[-20000:]})
     before, _, after = done.stdout.partition("warm-up ")
@@ -317,7 +341,8 @@ def run(bench: Bench) -> tuple[str, dict]:
         stages.append({"stage": name, "seconds": seconds, "tokens": tokens, "flops": achieved})
         rows.append([name, f"{tokens:,}", f"{1000 * seconds:.1f}", f"{tokens / seconds:,.0f}", f"{achieved / 1e12:.3g}", share])
     text = table(["stage", "tokens a step", "ms a step", "tokens/s", "TFLOP/s a GPU", "of the bf16 peak"], rows)
-    text += f"\n\n{bench.ranks()} ranks. Warm-up with an empty compile cache: {warm_up_seconds} s. "
+    cache = "an empty" if bench.was_empty else "a filled"
+    text += f"\n\n{bench.ranks()} ranks. Warm-up with {cache} compile cache: {warm_up_seconds} s. "
     text += f"Graph breaks: {breaks}; recompiled after the warm-up: {recompiles}.\n"
     text += f"Validation losses: {', '.join(map(str, losses))}. {memory}."
     data = {"stages": stages, "warm_up": warm_up_seconds, "recompiles": recompiles, "breaks": breaks, "losses": losses}
@@ -403,7 +428,7 @@ def profile(bench: Bench) -> tuple[str, dict]:
                 tops += [[label, name[:90], f"{1000 * seconds:.2f}", f"{seconds / wall:.0%}"] for name, seconds in top]
                 data["steps"].append({"step": label, "seconds": wall, "shares": shares, "top": top})
                 if part == "model" and not bench.dry:
-                    trace = f"{bench.report.name}-{stage}-{adam}.trace.json".replace(" ", "-")
+                    trace = f"{bench.report.name}-{stage}-{adam}.trace.json.gz".replace(" ", "-")
                     prof.export_chrome_trace(str(bench.report.with_name(trace)))
     text = f"Warm-up from a filled compile cache: {warm_up_seconds:.0f} s; "
     text += f"state that it did not restore: {', '.join(changed) or 'none'}.\n\n"
@@ -583,6 +608,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="walk the same code on a CPU at tiny sizes")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, by comma: %(default)s")
     parser.add_argument("--output", type=Path, default=ROOT / "records", help="folder of the report (%(default)s)")
+    cache = "folder of shards and compiled kernels, for later calls (~/.cache/bankrun; of a dry run: none)"
+    parser.add_argument("--cache", type=Path, help=cache)
     args = parser.parse_args(argv)
     if unknown := set(args.only.split(",")) - set(SECTIONS):
         parser.error(f"--only: no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
@@ -591,15 +618,21 @@ def main(argv: list[str] | None = None) -> int:
         environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, env=environ).returncode
     with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{scratch}/inductor")
-        os.environ.setdefault("TRITON_CACHE_DIR", f"{scratch}/triton")
+        cache = args.cache or (Path(scratch) if args.dry_run else Path.home() / ".cache" / "bankrun")
+        cache.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache.resolve()}/inductor")
+        os.environ.setdefault("TRITON_CACHE_DIR", f"{cache.resolve()}/triton")
         import torch
 
         if not args.dry_run and not torch.cuda.is_available():
             print("bench/gpu.py: no CUDA device here; --dry-run walks the same code on a CPU", file=sys.stderr)
             return 2
         name = "dry-run" if args.dry_run else re.sub(r"\W+", "-", _gpu_name())
-        bench = Bench(args.dry_run, Path(scratch), args.output / f"{datetime.date.today()}-{name}")
+        report = args.output / f"{datetime.date.today()}-{name}"
+        if report.with_suffix(".md").exists():  # an earlier call's: both stay
+            report = report.with_name(f"{report.name}-{time.strftime('%H%M%S')}")
+        was_empty = not Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).exists()
+        bench = Bench(args.dry_run, Path(scratch), cache.resolve(), report, was_empty)
         results: dict[str, dict] = {}
         for section in args.only.split(","):
             started, failure = time.perf_counter(), ""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import attention
 import triton_kernels as tk
 
 U32 = 2.0**-24  # unit roundoff of fp32: the largest relative error of rounding to nearest
@@ -141,6 +142,81 @@ def check_product(name: str, shape: tuple[int, ...], dtype: torch.dtype, values:
         for i in range(128, n, 128):  # what lies above the diagonal tiles is a copy, to the bit
             bits = torch.int16 if dtype.itemsize == 2 else torch.int32
             assert torch.equal(found.view(bits)[..., i - 128 : i, i:], found.view(bits)[..., i:, i - 128 : i].mT)
+
+
+# Norm and rotation of q and k
+
+
+def exact_heads(qkv: Tensor, table: Tensor, paired: bool, key_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition: each head by its own position, and offset dims by their own row."""
+    q, k, v = qkv.chunk(3, 1)
+    T, H, D = q.shape
+    t, head, dim = torch.meshgrid(*(torch.arange(n, device=qkv.device) for n in (T, H, D)), indexing="ij")
+    c, minus_s = table[2 * t[..., 0] + head[..., 0] % 2 if paired else t[..., 0]].unbind(-1)  # (T, H, D/2)
+
+    def turned(x: Tensor) -> Tensor:
+        n = x / (x.square().mean(-1, keepdim=True) + tk.RMS_EPS).sqrt()
+        even, odd = n[..., 0::2], n[..., 1::2]
+        return torch.stack((c * even - minus_s * odd, c * odd + minus_s * even), -1).flatten(-2)
+
+    back = (dim // (D // 4) % 2 == 1) & key_offset
+    return turned(q), turned(k).gather(0, (t - back.long()).clamp(min=0)), v
+
+
+def check_norm_and_rotate(
+    sizes: tuple[int, int, int], paired: bool, key_offset: bool, dtype: torch.dtype, values: str, device: str
+) -> None:
+    """Results and the gradient of qkv; sizes: tokens, heads, dims of a head. The table is rounded to bf16, as it is held."""
+    T, H, D = sizes
+    angle = normal("angles", (2 * T, D // 2)).to(device) * 3
+    table = torch.stack((angle.cos(), -angle.sin()), -1).bfloat16().to(dtype)
+    qkv = sample("qkv", (T, 3 * H, D), dtype, device, values)
+    grads = [sample(f"d{name}", (T, H, D), dtype, device) for name in "qkv"]
+    with kernels_in_guards():
+        leaf = qkv.clone().requires_grad_()
+        found = attention.norm_and_rotate_qk(leaf, table, paired, key_offset)
+        (found_grad,) = torch.autograd.grad(found, leaf, grads)
+    wide = qkv.double().requires_grad_()
+    exact = exact_heads(wide, table.double(), paired, key_offset)
+    (exact_grad,) = torch.autograd.grad(exact, wide, [g.double() for g in grads])
+
+    q, k, v = (x.detach() for x in found)
+    assert v.data_ptr() == leaf.data_ptr() + 2 * H * D * dtype.itemsize and v.stride() == (3 * H * D, D, 1)
+    assert all(x.is_contiguous() and x.dtype == dtype and x.shape == sizes for x in (q, k))
+    r = (1 / (qkv.double().square().mean(-1, keepdim=True) + tk.RMS_EPS).sqrt()).nan_to_num(0.0)
+    n = (r * qkv.double().abs()).nan_to_num(0.0)
+    largest, mean = n.amax(-1, keepdim=True), n.mean(-1, keepdim=True)
+    size = 2 * torch.maximum(largest, largest.roll(1, 0))[:, : 2 * H]  # of two dims turned, of a token or the one before
+    for x, y, bound in zip((q, k), exact, size.chunk(2, 1)):
+        assert_within(x, y.detach(), rounded(y.detach(), bound, D + 16, dtype))
+    # r·(Rᵀ·dy − R⁻¹·y·mean(dy·y)): the saved y is rounded to dtype, and enters twice; a dy of k may be the sum of two tokens'.
+    dy = torch.cat(grads, 1).double().abs().amax(-1, keepdim=True)
+    size = (r * 2 * (dy + dy.roll(-1, 0)) * (1 + largest * mean)).expand_as(exact_grad)
+    bound = rounded(exact_grad, size, D + 40, dtype) + 2 * UNIT[dtype] * (1 + UNIT[dtype]) * size
+    assert_within(found_grad[:, : 2 * H], exact_grad[:, : 2 * H], bound[:, : 2 * H])
+    assert torch.equal(found_grad[:, 2 * H :], grads[2])
+
+
+def check_model(device: str) -> None:
+    """Loss and gradients of a small model in fp32, with every kernel that fp32 has, are those of the references."""
+    from bench.settings import model_of
+    from train_gpt import ForwardSchedule, Hyperparameters
+
+    T, h = 40, Hyperparameters(vocab_size=128, num_heads=4, head_dim=12, model_dim=48)
+    model, results = model_of(h, T).float().to(device), []
+    with torch.no_grad():
+        for label, param in model.named_parameters():
+            param.add_(normal(label, tuple(param.shape), 0.1).to(device))
+    ids = (normal("tokens", (T,)).abs() * 1e6).long().to(device) % 128
+    starts = torch.tensor([0, 11, T, T], dtype=torch.int32, device=device)
+    schedule = ForwardSchedule(torch.tensor([1.0, 0.5], device=device), 7, 20)
+    for kind in ("cuda", "cpu"):
+        with tk.kernels_of(kind):
+            loss = model(ids.int(), ids.roll(-1), starts, schedule)
+            results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    # Eleven layers of some ten operations, each a few roundings of its own, and sums of up to 192 terms in another order.
+    for label, found, exact in zip(("loss", *(label for label, _ in model.named_parameters())), *results):
+        assert (found - exact).norm() <= 1000 * U32 * exact.norm(), label
 
 
 # MLP
@@ -312,3 +388,32 @@ def check_transpose(shape: tuple[int, int], dtype: torch.dtype, device: str) -> 
             result = in_guards(target)
             function(source, result)
         assert torch.equal(result.isnan(), expected.isnan()) and torch.equal(result.nan_to_num(), expected.nan_to_num())
+
+
+# Embeddings
+
+
+def check_lookup(T: int, vocab: int, dim: int, dtype: torch.dtype, device: str, most: float = 0.5) -> None:
+    """Rows and gradients of two tables, one of them given twice; `most`: the share of the positions that one token has."""
+    tokens = (normal("tokens", (T,)).abs() * 1e6).long() % vocab
+    tokens[: int(most * T)] = vocab // 2
+    tokens = tokens[normal("order", (T,)).argsort()].to(device, torch.int32)
+    tables = [sample(label, (vocab, dim), dtype, device).requires_grad_() for label in ("first", "second")]
+    grads = [sample(label, (T, dim), dtype, device) for label in ("g0", "g1", "g2")]
+    grads[0][T // 2] = math.nan  # and so its token's row, and no other
+    with kernels_in_guards():
+        runs = []
+        for _ in range(2):
+            rows = tk.lookup(tables[0], *tables[1:], tables[1], tokens=tokens)
+            runs.append(torch.autograd.grad(rows, tables, grads))
+    assert rows[1] is rows[2]  # looked up once
+    for table, row in zip(tables, rows):
+        assert torch.equal(row, table[tokens.long()])
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    for found, again, grad in zip(*runs, (grads[0], grads[1] + grads[2])):
+        assert found.dtype == dtype and found.is_contiguous() and torch.equal(found.view(bits), again.view(bits))
+        exact, size = (
+            torch.zeros(vocab, dim, dtype=torch.float64, device=device).index_add_(0, tokens.long(), x)
+            for x in (grad.double(), grad.double().abs())
+        )
+        assert_within(found, exact, rounded(exact, size.nan_to_num(0.0), T, dtype).masked_fill(size == 0, 0.0))

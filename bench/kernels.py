@@ -28,6 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+import attention
 import triton_kernels as tk
 from bench.communication import model_parameters, rows_of
 from bench.settings import largest_batch
@@ -57,6 +58,7 @@ class Resources(NamedTuple):
     registers: int  # a thread
     spilled: int  # bytes of stack a thread
     shared: int  # bytes of shared memory a block
+    ttir: str
     ptx: str
     cubin: bytes
 
@@ -95,15 +97,17 @@ class _Target:
 
 def compiled(launch: Launch, capability: int) -> Resources:
     """Compile a launch by Triton's own way to a launch, which settles types, divisibilities and options, but don't run it."""
+    before = driver._active
     driver.set_active(_Target(capability))
     try:
         binary = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     finally:
-        driver.set_active(None)  # the machine's own again, when somebody asks for it
+        driver.set_active(before)  # None: the machine's own, when somebody asks for it
     cubin = binary.asm["cubin"]
     usage = dumped(cubin, "cuobjdump", "-res-usage")
     number = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return Resources(number["REG"], number["STACK"] + number["LOCAL"], binary.metadata.shared, binary.asm["ptx"], cubin)
+    spilled = number["STACK"] + number["LOCAL"]
+    return Resources(number["REG"], spilled, binary.metadata.shared, binary.asm["ttir"], binary.asm["ptx"], cubin)
 
 
 def dumped(cubin: bytes, tool: str, *options: str) -> str:
@@ -115,8 +119,8 @@ def dumped(cubin: bytes, tool: str, *options: str) -> str:
         return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def innermost_loops(cubin: bytes) -> list[Counter]:
-    """The instructions of each loop that holds no other, by name, in the order of the binary."""
+def disassembled(cubin: bytes) -> tuple[list[tuple[str, str]], list[tuple[int, int]]]:
+    """The instructions of a binary, (name, operands), in its order; and the first and last of each of its loops."""
     instructions, labels = [], {}
     for line in dumped(cubin, "nvdisasm").splitlines():
         if label := re.match(r"(\.L_\w+):", line):
@@ -124,7 +128,13 @@ def innermost_loops(cubin: bytes) -> list[Counter]:
         elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*);", line):
             instructions.append(found.groups())
     jumps = [(i, re.search(r"`\((\.L_\w+)\)", rest)) for i, (name, rest) in enumerate(instructions) if name.startswith("BRA")]
-    spans = [(labels[to[1]], i) for i, to in jumps if to and labels[to[1]] < i]
+    return instructions, [(labels[to[1]], i) for i, to in jumps if to and labels[to[1]] < i]
+
+
+def innermost_loops(cubin: bytes) -> list[Counter]:
+    """The instructions of each loop that holds no other, by name, in the order of the binary; without a loop, all."""
+    instructions, spans = disassembled(cubin)
+    spans = spans or [(0, len(instructions) - 1)]
     inner = [(a, z) for a, z in spans if not any(a <= b and y <= z and (a, z) != (b, y) for b, y in spans)]
     return [Counter(name for name, _ in instructions[a : z + 1]) for a, z in inner]
 
@@ -187,18 +197,47 @@ def _cases() -> Iterator[Case]:
     T, V = largest_batch(h) // h.micro_batches, rows["lm_head"][1]
     flops, weights = 2 * T * dim * hidden, 2 * dim * hidden
     forward, backward = weights + 2 * T * (dim + hidden), weights + 2 * T * (dim + 2 * hidden)
+    heads, D = h.num_heads, h.head_dim
+    table, rstds = 2 * D * T, 4 * 2 * heads * T
+
+    def separate(qkv: Tensor, table: Tensor, paired: bool, offset: bool) -> tuple:
+        return attention.norm_and_rotate_qk(qkv, table, paired, offset)
+
+    for kind, paired, offset in (("", False, False), (", paired", True, False), (", offset", False, True)):
+        moved = table * (1 + paired) + rstds
+        yield Case(
+            f"norm_rotate{kind}", f"{(T, 3 * heads, D)}",
+            lambda new, p=paired, o=offset: (new((T, 3 * heads, D)), new(((1 + p) * T, D // 2, 2)), p, o),
+            attention.launch_norm_rotate, (separate, torch.compile(separate)),
+            0, 2 * 4 * T * dim + moved, 2 * 4 * T * dim + moved,
+        )  # fmt: skip
+        yield Case(
+            f"norm_rotate_backward{kind}", f"{(T, 3 * heads, D)}",
+            lambda new, p=paired, o=offset: (
+                *(new((T, heads, D)) for _ in range(4)), new((T + o, heads, D)), new((2 * heads, T), FP32).abs(),
+                new(((1 + p) * T, D // 2, 2)), p, o,
+            ),
+            attention.launch_norm_rotate_backward, (), 0, 2 * 8 * T * dim + moved, 2 * 8 * T * dim + moved,
+        )  # fmt: skip
     unfused = lambda x, w: torch.relu(x @ w.mT).square()
-    yield Case(
-        "relu_squared", f"{(T, dim)} x {(hidden, dim)}", lambda new: (new((T, dim)), new((hidden, dim))),
-        lambda x, w: tk.launch_relu_squared(x, w, None), (unfused, torch.compile(unfused)),
-        flops, forward, forward, matrix=True,
-    )  # fmt: skip
     unfused_backward = lambda g, w, a: (g @ w.mT) * (2 * a.sqrt())
-    yield Case(
-        "relu_squared_backward", f"{(T, dim)} x {(hidden, dim)}",
-        lambda new: (new((T, dim)), new((hidden, dim)), new((T, hidden)).abs()),
-        tk.launch_relu_squared, (unfused_backward, torch.compile(unfused_backward)), flops, backward, backward, matrix=True,
-    )  # fmt: skip
+
+    def tiles_apart(*inputs: Tensor | None) -> Tensor:
+        """As launched before tiles and steps were one loop: which is faster, a GPU must say."""
+        apart = dict(FLATTEN=False, num_stages=4)
+        with mock.patch.dict(tk.LARGE_TILES, apart), mock.patch.dict(tk.LARGE_TILES_BACKWARD, apart):
+            return tk.launch_relu_squared(*inputs)
+
+    for note, run in (("", tk.launch_relu_squared), (", tiles apart", tiles_apart)):
+        yield Case(
+            f"relu_squared{note}", f"{(T, dim)} x {(hidden, dim)}", lambda new: (new((T, dim)), new((hidden, dim))),
+            lambda x, w, run=run: run(x, w, None), (unfused, torch.compile(unfused)), flops, forward, forward, matrix=True,
+        )  # fmt: skip
+        yield Case(
+            f"relu_squared_backward{note}", f"{(T, dim)} x {(hidden, dim)}",
+            lambda new: (new((T, dim)), new((hidden, dim)), new((T, hidden)).abs()),
+            run, (unfused_backward, torch.compile(unfused_backward)), flops, backward, backward, matrix=True,
+        )  # fmt: skip
 
     def logits(new: Callable, tokens: int = T) -> tuple:
         return new((tokens, V)), new((tokens,), torch.int64), new((3,), FP32).abs()
@@ -231,14 +270,28 @@ def _cases() -> Iterator[Case]:
             name, f"{shape}", lambda new, shape=shape: (new(shape),),
             both, (both, torch.compile(both)), 0, size, size, fp8=True,
         )  # fmt: skip
-    yield Case(
-        "transpose_add", f"{(V, dim)} into {(dim, V)}", lambda new: (new((V, dim)), new((dim, V))), tk.transpose_add,
-        (tk.transpose_add, torch.compile(tk.transpose_add)), 0, 6 * V * dim, 6 * V * dim,
-    )  # fmt: skip
-    yield Case(
-        "transpose_copy", f"{(dim, V)} into {(V, dim)}", lambda new: (new((dim, V)), new((V, dim))), tk.transpose_copy,
-        (tk.transpose_copy, torch.compile(tk.transpose_copy)), 0, 4 * V * dim, 4 * V * dim,
-    )  # fmt: skip
+
+    def gradient_of_a_lookup(new: Callable, tokens: int) -> tuple:
+        ids = new((tokens,), torch.int32)
+        return new((tokens, dim)), ids, *tk.token_runs(ids, V)
+
+    plain_scatter = lambda grad, ids, *_: torch.ops.aten.embedding_dense_backward(grad, ids, V, -1, False)
+    for tokens in (T // 3, T):  # the first stage's micro-batch, the last's
+        size = 2 * (tokens + V) * dim + 8 * tokens + 4 * V
+        yield Case(
+            f"scatter, {tokens} tokens", f"{(tokens, dim)} into {(V, dim)}",
+            lambda new, tokens=tokens: gradient_of_a_lookup(new, tokens),
+            lambda grad, ids, *runs: tk.launch_scatter(grad, *runs), (plain_scatter, torch.compile(plain_scatter)),
+            0, size, size,
+        )  # fmt: skip
+    for where, alone in (("beside collectives", False), ("alone", True)):
+        for function, rows, cols, moves in ((tk.transpose_add, V, dim, 6), (tk.transpose_copy, dim, V, 4)):
+            run = lambda s, t, function=function, alone=alone: function(s, t, alone)
+            yield Case(
+                f"{function.__name__}, {where}", f"{(rows, cols)} into {(cols, rows)}",
+                lambda new, rows=rows, cols=cols: (new((rows, cols)), new((cols, rows))), run, (run, torch.compile(run)),
+                0, moves * V * dim, moves * V * dim,
+            )  # fmt: skip
 
 
 CASES = {case.name: case for case in _cases()}
@@ -274,6 +327,8 @@ def static_row(case: Case) -> list[str]:
 def random_input(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Tensor:
     if dtype == torch.int64:
         return torch.randint(50257, shape, device="cuda")
+    if dtype == torch.int32:  # tokens as frequent as words: the n-th in 1/n, the first 6 %
+        return (50257 ** torch.rand(shape, device="cuda") - 1).int()
     return torch.randn(shape, device="cuda").to(dtype) if len(shape) < 2 else torch.randn(shape, device="cuda", dtype=dtype)
 
 
@@ -318,6 +373,8 @@ def main() -> None:
     wanted = next((argument for argument in sys.argv[1:] if argument not in options), "")
     if set(options) - {"--loops"}:
         sys.exit(f"bench/kernels.py: no option {', '.join(options)}; there is --loops, and a part of a kernel's name")
+    if not any(wanted in case.name for case in CASES.values()):
+        sys.exit(f"bench/kernels.py: no kernel's name holds {wanted!r}: {', '.join(case.name for case in CASES.values())}")
     if options:
         return print_loops(wanted)
     header = ["kernel", "at the record preset", "operations", "must move, MB", "moves, MB"]

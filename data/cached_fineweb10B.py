@@ -3,87 +3,179 @@
 The shards are those of the dataset `kjj0/fineweb10B-gpt2` on the Hugging Face hub: one for validation and 103 for training,
 of 100M tokens (200 MB) each. Nine are more than the record preset reads. HF_ENDPOINT names a mirror.
 
-Shards that are here and whole are left alone, so the same command finishes what an earlier one began; one that is too short,
-too long or something else is fetched again. A connection that drops is taken up where it broke, as far as huggingface_hub can.
-A killed download leaves nothing behind but the shards it had finished.
+Every shard is compared with the hash that the hub announces for it, once: fetched.json says which it was, and of what state of
+the file. Shards that are here and right are left alone, so the same command finishes what an earlier one began; one that is too
+short, too long or something else is fetched again. A connection that breaks goes on where it ended, and so does the same
+command after a kill: until its bytes have arrived and their hash is right, a shard has no name.
 """
 
 import argparse
+import glob
+import hashlib
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.shards import (
-    DataError, HelpFormatter, ShardError, locked, number_between, one_line_errors, shard_name, verify_shard,
+    DataError, HelpFormatter, ShardError, check_plain, locked, number_between, one_line, one_line_errors, read_json,
+    shard_name, verify_shard, write_json,
 )
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
-ATTEMPTS = 5
-LASTING = (EntryNotFoundError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError)  # no use in trying again
+ATTEMPTS = 5  # in a row, without a byte that arrives
+TIMEOUT = 30.0  # seconds without an answer or a byte
+LASTING = (DataError, EntryNotFoundError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError)  # not tried again
+NETWORK = (ConnectionError, TimeoutError, socket.gaierror)  # the OSErrors with a number that are not the local disk's
 
 Result = TypeVar("Result")
 
 
-def with_retries(ask: Callable[[], Result], what: str) -> Result:
+def with_retries(ask: Callable[[], Result], what: str, arrived: Callable[[], int] = int) -> Result:
     """`ask()`, up to ATTEMPTS times with growing pauses. Raises DataError when the hub says no or the attempts are used up.
 
-    huggingface_hub resumes a response that ends early and repeats unanswered requests; this is for what it lets through, such
-    as a connection reset. Its HTTP library, whose errors have no base class of their own here, has changed with its versions:
-    hence `Exception`.
+    arrived: bytes so far; the attempts count anew when there are more. huggingface_hub's HTTP library, whose errors have no
+    base class of their own here, has changed with its versions: hence `Exception`.
     """
-    for attempt in range(1, ATTEMPTS + 1):
+    attempt, before = 0, 0
+    while True:
+        attempt += 1
         try:
             return ask()
         except Exception as error:
-            if getattr(error, "errno", None):  # the local disk, not the hub
+            if getattr(error, "errno", None) and not isinstance(error, NETWORK):  # the local disk, not the hub
                 raise
-            reason = " ".join(f"{error} {error.__cause__ or ''}".split()) or type(error).__name__
+            if arrived() > before:
+                attempt, before = 1, arrived()
+            reason = one_line(f"{error} {error.__cause__ or ''}") or type(error).__name__
             if isinstance(error, LASTING) or attempt == ATTEMPTS:
                 tried = f"could not fetch {what} from {constants.ENDPOINT} (attempt {attempt} of {ATTEMPTS})"
                 raise DataError(f"{tried}: {reason}") from error
             wait = 2 ** (attempt - 1)
             print(f"{what}: {reason}; trying again in {wait} s ({attempt} of {ATTEMPTS})", file=sys.stderr)
             time.sleep(wait)
-    raise AssertionError("unreachable")
 
 
-def fetch(repo: str, name: str, folder: Path, revision: str | None = None) -> Path:
+def announced_hash(repo: str, name: str, revision: str | None = None) -> str:
+    """The hash that the hub announces: SHA-256 of a large file, git's SHA-1 of a small one. Raises DataError."""
+
+    def ask() -> str:
+        found = get_hf_file_metadata(hf_hub_url(repo, name, repo_type="dataset", revision=revision), timeout=TIMEOUT).etag or ""
+        if len(found) not in (40, 64) or set(found) - set("0123456789abcdef"):
+            raise DataError(f"it announces the ETag {found[:80]!a}, which is no SHA-256: nothing can be compared with it")
+        return found
+
+    return with_retries(ask, f"the hash of {repo}/{name}")
+
+
+def has_hash(path: Path, expected: str) -> bool:
+    if len(expected) == 64:
+        found = hashlib.sha256()
+    else:
+        found = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            found.update(block)
+    return found.hexdigest() == expected
+
+
+def fetch(repo: str, name: str, folder: Path, revision: str | None = None, expected: str = "") -> Path:
     """Fetches file `name` of the dataset `repo` below `folder` and returns its path. Raises DataError, OSError.
 
-    The size is that which the hub announced; the content is the caller's to verify. `folder` must be this process's own.
+    expected: its hash, if the hub has been asked. The file has its name once it has that hash; one that is there already is
+    read, and stays if it is right. Until then it is `{name}.{hash}.part`. `folder` must be this process's own.
     """
-    for leftover in folder.rglob("*.incomplete"):  # of a killed process: their names are random, nothing else removes them
-        leftover.unlink()
-    ask = lambda: hf_hub_download(repo, name, repo_type="dataset", revision=revision, local_dir=folder)
-    return Path(with_retries(ask, f"{repo}/{name}"))
+    expected, final = expected or announced_hash(repo, name, revision), folder / name
+    if check_plain(final) and has_hash(final, expected):
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    part = final.with_name(f"{final.name}.{expected[:16]}.part")
+    for old in final.parent.glob(f"{glob.escape(final.name)}.*.part"):
+        if old != part:  # of another state of the file
+            old.unlink()
+
+    def attempt() -> None:
+        receive(hf_hub_url(repo, name, repo_type="dataset", revision=revision), part)
+        if not has_hash(part, expected):
+            part.unlink()
+            raise OSError(f"what arrived does not have the announced hash {expected} and was thrown away")
+
+    with_retries(attempt, f"{repo}/{name}", lambda: part.stat().st_size if part.exists() else 0)
+    os.replace(part, final)
+    return final
 
 
-def fetch_shard(name: str, output: Path) -> int:
-    """Makes sure that `output / name` is a whole shard, fetching it if need be, and returns its tokens. Raises DataError."""
+def receive(url: str, part: Path) -> None:
+    """The bytes of `url` from the end of the file `part` on; whatever ends this, those that have arrived stay there."""
+    start = part.stat().st_size if check_plain(part) else 0
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
+    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
+        if start and response.status_code == 416:  # all had arrived
+            return
+        hf_raise_for_status(response)
+        if response.status_code != 206:
+            start = 0
+        total = start + int(response.headers.get("Content-Length", 0)) or None
+        with open(part, "ab" if start else "wb") as file, progress_bar(part.name, start, total) as bar:
+            for block in response.iter_bytes():
+                file.write(block)
+                bar.update(len(block))
+
+
+def progress_bar(what: str, start: int, total: int | None) -> tqdm:
+    return tqdm(desc=what.split(".")[0], initial=start, total=total, unit="B", unit_scale=True, disable=None)
+
+
+def fetch_shard(name: str, output: Path, known: dict[str, list]) -> int:
+    """Makes sure that `output / name` is a whole shard, and the hub's, fetching it if need be, and returns its tokens.
+
+    known: by name, the hash of a shard that has been compared, and the time of its last change then: brought up to date.
+    Raises DataError, OSError.
+    """
     final = output / name
-    if final.exists():
+    if os.path.lexists(final):
+        if not final.is_file():
+            raise DataError(f"{final}: is not a file: move it away")
         try:
-            return verify_shard(final)
+            count, changed = verify_shard(final), final.stat().st_mtime_ns
+            expected, compared = known.get(name) or (announced_hash(REPO, name), None)
+            if changed != compared and not has_hash(final, expected):
+                raise ShardError(f"{final}: does not have the hash {expected} that the hub announces; make or fetch it again")
+            known[name] = [expected, changed]
+            return count
         except ShardError as error:
             print(f"{error}: that is done now", file=sys.stderr)
             final.unlink()
-    arrived = fetch(REPO, name, output / "arriving")
+    expected = announced_hash(REPO, name)
+    arrived = fetch(REPO, name, output / "arriving", expected=expected)
     try:
         count = verify_shard(arrived)
     except ShardError as error:
         arrived.unlink()
         raise ShardError(f"{constants.ENDPOINT} sent a bad {name}, which was thrown away: {error}") from error
     os.replace(arrived, final)
+    known[name] = [expected, final.stat().st_mtime_ns]
     return count
+
+
+def load_known(path: Path) -> dict[str, list]:
+    """What fetch_shard has noted in fetched.json; nothing if it cannot be read: the shards are then compared again."""
+    try:
+        known = read_json(path)
+        return {name: [f"{expected}", int(changed)] for name, (expected, changed) in (known or {}).items()}
+    except (DataError, AttributeError, TypeError, ValueError):
+        return {}
 
 
 def main() -> None:
@@ -96,7 +188,10 @@ def main() -> None:
 
     names = [shard_name("fineweb", "train" if index else "val", index) for index in range(args.N + 1)]
     with one_line_errors(), locked(args.output):
-        tokens = sum(fetch_shard(name, args.output) for name in names)
+        tokens, known = 0, load_known(args.output / "fetched.json")
+        for name in names:
+            tokens += fetch_shard(name, args.output, known)
+            write_json(args.output / "fetched.json", known)
         shutil.rmtree(args.output / "arriving", ignore_errors=True)
         print(f"{args.output}: {len(names)} shards, {tokens:,} tokens, all whole")
 

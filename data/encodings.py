@@ -68,6 +68,17 @@ def load_encoding(name: str) -> Encoding:
     return Encoding(name, encoding.n_vocab, encoding.eot_token, ids, encoding.decode)
 
 
+def check_encoding(name: str) -> None:
+    """Raise DataError if no encoding has this name. Nothing is fetched; without tiktoken its names are not known."""
+    if name != BYTES.name:
+        try:
+            import tiktoken
+        except ImportError:
+            return
+        if name not in (known := tiktoken.list_encoding_names()):
+            raise DataError(f"no encoding is called {name!r}; there are: {BYTES.name}, {', '.join(known)}")
+
+
 def encode(text: str, encoding: str) -> list[int]:
     """The tokens of a text by the encoding of that name, without end-of-text. Raises DataError as load_encoding does."""
     return load_encoding(encoding).encode(text).tolist()

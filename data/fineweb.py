@@ -10,7 +10,6 @@ each shard written, where in the parquet files it ended, and which state of the 
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.cached_fineweb10B import fetch, with_retries
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
+    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
     shard_name, verify_shard, write_json,
 )
 
@@ -57,6 +56,25 @@ class Progress:
     def save(self, output: Path) -> None:
         write_json(output / "progress.json", asdict(self))
 
+    def check(self, output: Path) -> None:
+        """Raise ValueError for what no run has saved, DataError for names that lead elsewhere."""
+        texts = [self.commit, *self.files]
+        ends = [file for _, file, _, _ in self.shards]
+        numbers = all(type(number) is int and number >= 0 for shard in self.shards for number in shard)
+        if not (numbers and all(isinstance(text, str) for text in texts) and all(end < len(self.files) for end in ends)):
+            raise ValueError("not what this program has written")
+        for name in self.files:
+            parquet_path(output, name)
+
+
+def parquet_path(output: Path, name: str) -> Path:
+    """Where the parquet file of that name is kept, and deleted. Raises DataError for a name that leads elsewhere."""
+    folder = output / "parquet"
+    inside = "\0" not in name and (folder / name).resolve().is_relative_to(folder.resolve())
+    if not inside or not name.endswith(".parquet"):
+        raise DataError(f"{name!a} is no name of a parquet file below {folder}: it is neither fetched nor deleted")
+    return folder / name
+
 
 def name_of(index: int) -> str:
     return shard_name("fineweb", "train" if index else "val", index)
@@ -68,14 +86,19 @@ def load_progress(output: Path, recipe: dict[str, str | int]) -> Progress:
     Raises DataError if what is in `output` was made in another way than by `recipe`.
     """
     path = output / "progress.json"
-    if not path.exists():
+    saved = read_json(path)
+    if saved is None:
         if any(output.glob("fineweb_*.bin")):
             raise DataError(f"{output} holds shards of unknown origin (no progress.json): choose another --output, or empty it")
         progress = Progress(recipe, *list_parquet(str(recipe["subset"])))
+        progress.check(output)
         progress.save(output)
         return progress
     try:
-        progress = Progress(**json.loads(path.read_bytes()))
+        progress = Progress(**saved)
+        progress.check(output)
+    except DataError:
+        raise
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read ({error}): delete {output} and begin again") from error
     if progress.recipe != recipe:
@@ -126,13 +149,25 @@ def follow_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+class DamagedFile(DataError):
+    """A parquet file that cannot be read to its end."""
+
+
 def tokenise(path: Path, row_group: int, encoding_name: str) -> np.ndarray:
-    """The documents of one row group (column `text`), each led by end-of-text, put together: (N,) uint16."""
+    """The documents of one row group (column `text`), each led by end-of-text, put together: (N,) uint16.
+
+    Raises DamagedFile if the row group cannot be read, OSError if the disk cannot.
+    """
     encoding = load_encoding(encoding_name)
     documents = [np.empty(0, dtype=np.uint16)]
-    with ParquetFile(path) as file:
-        for batch in file.iter_batches(1024, row_groups=[row_group], columns=["text"], use_threads=False):
-            documents += [encoding.document(text) for text in batch.column(0).to_pylist() if text is not None]
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(1024, row_groups=[row_group], columns=["text"], use_threads=False):
+                documents += [encoding.document(text) for text in batch.column(0).to_pylist() if text is not None]
+    except (pyarrow.ArrowException, UnicodeError, OSError) as error:
+        if getattr(error, "errno", None):
+            raise
+        raise DamagedFile(f"{path} is damaged in row group {row_group} ({error})") from error
     return np.concatenate(documents)
 
 
@@ -143,7 +178,9 @@ def count_row_groups(path: Path) -> int:
             if "text" in file.schema_arrow.names:
                 return file.num_row_groups
             problem = f"has no column text, only {', '.join(file.schema_arrow.names)}"
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None):
+            raise
         problem = f"is not a parquet file ({error})"
     path.unlink()
     raise DataError(f"{path} {problem}; it was deleted: run the same command to fetch it again")
@@ -171,8 +208,13 @@ def token_stream(progress: Progress, output: Path, pool: Executor, ahead: int) -
             waiting.append((file, group, pool.submit(tokenise, path, group, str(progress.recipe["encoding"]))))
         if not waiting:
             return
-        file, group, tokens = waiting.popleft()
-        yield file, group, used, tokens.result()[used:]
+        file, group, work = waiting.popleft()
+        try:
+            tokens = work.result()
+        except DamagedFile as error:
+            (output / "parquet" / progress.files[file]).unlink(missing_ok=True)
+            raise DataError(f"{error}; it was deleted: run the same command to fetch it again") from error
+        yield file, group, used, tokens[used:]
         used = 0
 
 
@@ -189,7 +231,7 @@ def make_shards(progress: Progress, output: Path, workers: int) -> None:
         progress.shards.append([writer.written[name_of(writer.next_index - 1)], *end])
         progress.save(output)
         for name in progress.files[: end[0]]:
-            (output / "parquet" / name).unlink(missing_ok=True)
+            parquet_path(output, name).unlink(missing_ok=True)
 
     total = None if limit == sys.maxsize else limit
     with worker_pool(workers) as pool, tqdm(total=total, initial=done, unit=" tokens", unit_scale=True, disable=None) as bar:
@@ -239,8 +281,6 @@ def main() -> None:
                 make_shards(progress, args.output, args.workers)
             except BrokenProcessPool as error:
                 raise DataError("a tokenising process died, perhaps for want of memory: try fewer --workers") from error
-            except pyarrow.ArrowException as error:
-                raise DataError(f"a parquet file in {args.output / 'parquet'} is damaged ({error}): delete it there") from error
         print(f"{args.output}: {len(progress.shards)} shards, {sum(shard[0] for shard in progress.shards):,} tokens, all whole")
 
 

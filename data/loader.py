@@ -11,49 +11,64 @@ What stays true:
 - micro-batch i of step s holds the same tokens for every number of ranks: all plan the whole step, each makes its share of it;
 - a step lies in one shard, so that a plan needs one shard in memory: the rest of a shard that cannot fill a step is dropped;
 - cu_seqlens has one size for a size of micro-batch: a compiled graph wants fixed shapes;
-- no step waits for a disk or an index: a thread reads, plans and makes micro-batches ahead.
+- no step waits for a disk or an index, not even the first: a thread plans and makes micro-batches ahead, from when the loader
+  is made, and another reads and indexes the next shard.
 """
 
-import glob
+import itertools
 import os
 import queue
 import threading
+import weakref
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import DataError, read_shard
+from data.shards import DataError, read_shard, verify_shard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards of a folder
 
 
+TRAIN, VALIDATION = "*_train_*.bin", "*_val_*.bin"
+
+
 def train_pattern(folder: str) -> str:
-    return os.path.join(folder, "*_train_*.bin")
+    return os.path.join(folder, TRAIN)
 
 
 def val_pattern(folder: str) -> str:
-    return os.path.join(folder, "*_val_*.bin")
+    return os.path.join(folder, VALIDATION)
 
 
 def find_shards(pattern: str) -> list[str]:
-    """The files that match, in the order of their names. Raises DataError if there are none."""
-    files = sorted(glob.glob(pattern))
-    if not files:
+    """The files that match, in the order of their names. The folder is taken as it is: a pattern is the last part alone.
+
+    Raises DataError if there are none, if the folder cannot be read, or if a name is of both splits.
+    """
+    folder, pattern_of_name = os.path.split(pattern)
+    try:
+        names = sorted(name for name in os.listdir(folder or ".") if fnmatchcase(name, pattern_of_name) and name[0] != ".")
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}: check the folder and its disk") from error
+    if not names:
         raise DataError(
             f"no shard matches {pattern}: make some with data/local_text.py or fetch them with data/cached_fineweb10B.py"
         )
-    return files
-
-
-def shard_sizes(folder: str) -> dict[str, int]:
-    """Bytes of each shard, training and validation, by name: a resumed run finds its place only in shards of these sizes."""
-    files = find_shards(train_pattern(folder)) + find_shards(val_pattern(folder))
-    return {Path(path).name: os.path.getsize(path) for path in files}
+    for name in names:
+        if fnmatchcase(name, TRAIN) and fnmatchcase(name, VALIDATION):
+            raise DataError(f"{os.path.join(folder, name)}: its name is of both splits, _train_ and _val_: rename it")
+    return [os.path.join(folder, name) for name in names]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -78,6 +93,11 @@ class Documents:
         lengths = np.diff(self.starts, append=len(self.tokens))
         self.lengths = np.minimum(lengths, max_doc_len)
         self.ends = np.concatenate(([0], np.cumsum(self.lengths)))
+
+    @property
+    def digest(self) -> int:
+        """CRC-32 of all tokens, by which a resumed run knows them again: 0.1 s for 200 MB."""
+        return zlib.crc32(self.tokens)
 
     def plan(self, first: int, slices: int, length: int) -> list[tuple[int, int]] | None:
         """Documents [i, j) of each slice of `length` tokens, from document `first` on; None if the shard cannot fill all."""
@@ -106,21 +126,26 @@ def first_document(folder: str, bos_id: int, tokens: int) -> list[int]:
 # Plan
 
 
+def read_ahead(files: Iterable[str], *index: Any) -> Iterator[Documents]:
+    """Documents(path, *index) of each file; the next one is read and indexed while one is in use, and no more."""
+    with ThreadPoolExecutor(1, "shards") as pool:
+        coming = (pool.submit(Documents, path, *index) for path in files)  # each begins when it is asked for
+        ahead = next(coming, None)
+        while ahead:
+            documents, ahead = ahead.result(), next(coming, None)
+            yield documents
+
+
 def plan_batches(
-    files: Iterable[str],
-    batch_tokens: Callable[[int], int],
-    max_doc_len: int,
-    micro_batches: int,
-    bos_id: int,
-    vocab_size: int | None,
+    shards: Iterable[Documents], batch_tokens: Callable[[int], int], micro_batches: int
 ) -> Iterator[tuple[Documents, int, list[tuple[int, int]]]]:
     """For step 0, 1, …: the shard, the tokens of a micro-batch, and the documents [i, j) of each. Ends where the shards do.
 
-    batch_tokens: tokens of a step's batch. Raises DataError as Documents does.
+    batch_tokens: tokens of a step's batch.
     """
     step = 0
-    for path in files:
-        documents, first = Documents(path, max_doc_len, bos_id, vocab_size), 0
+    for documents in shards:
+        first = 0
         while True:
             tokens = batch_tokens(step) // micro_batches
             ranges = documents.plan(first, micro_batches, tokens + 1)
@@ -144,19 +169,26 @@ def default_doc_slots(tokens: int) -> int:
     return DOC_SLOTS.get(tokens) or max(1, -(-(tokens // 300) // 128)) * 128
 
 
-def make_micro_batch(tokens: np.ndarray, starts: np.ndarray, slots: int, where: str) -> MicroBatch:
+def slots_fault(documents: int, T: int, slots: int) -> str:
+    """What is wrong if cu_seqlens has no entry for each document of a micro-batch and one for its end; else nothing."""
+    fits = documents < slots
+    return "" if fits else f"{documents} documents in one micro-batch of {T} tokens do not fit {slots} slots"
+
+
+def make_micro_batch(tokens: np.ndarray, starts: np.ndarray, slots: int, where: str, max_doc_len: int = 0) -> MicroBatch:
     """(T + 1,) tokens and their documents' starts as inputs (T,) int32, targets (T,) int64, cu_seqlens (slots,) int32.
 
     targets are the inputs' next tokens; cu_seqlens holds the starts, then T. In pinned memory if there is a GPU.
-    where: the shard, for the error. Raises DataError if there are more documents than slots.
+    where: the shard, for the error. Raises DataError if there are not more slots than documents, or if one of those is longer
+    than max_doc_len, unless that is 0: attention would pass over its end without a word.
     """
     T = len(tokens) - 1
     starts = starts[starts < T]  # one at T gives the last target only
-    if len(starts) >= slots:
-        raise DataError(
-            f"{where}: {len(starts)} documents in one micro-batch of {T} tokens do not fit {slots} slots: "
-            f"set --doc_slots={len(starts) + 1} or more"
-        )
+    if fault := slots_fault(len(starts), T, slots):
+        raise DataError(f"{where}: {fault}: set --doc_slots={len(starts) + 1} or more")
+    if max_doc_len and (longest := int(np.diff(starts, append=T).max())) > max_doc_len:
+        changed = "has the shard changed since the start? Leave shards alone while they are in use"
+        raise DataError(f"{where}: a document has {longest} tokens, the longest was to have {max_doc_len}: {changed}")
     cu_seqlens = np.full(slots, T, dtype=np.int32)
     cu_seqlens[: len(starts)] = starts
     batch = (
@@ -179,47 +211,92 @@ def synthetic_batch(tokens: int, *, vocab_size: int, max_doc_len: int, doc_slots
 # Generator
 
 
-def prefetch(items: Iterable, depth: int = 4) -> Iterator:
-    """The same items, made ahead in a thread, at most `depth` of them. An error in the thread is raised here, in its turn."""
-    ready: queue.Queue = queue.Queue(depth)
-    stopped = threading.Event()
+class Prefetched:
+    """The same items, made ahead in a thread, at most `depth` of them; when this is made, the first is.
 
-    def put(kind: str, value: Any) -> bool:
+    An error in the thread is raised here, in its turn. The thread ends with `close`, with this object, or with the process.
+    """
+
+    def __init__(self, items: Iterable, depth: int = 4):
+        self.ready: queue.Queue = queue.Queue(depth)
+        stopped = threading.Event()
+        thread = threading.Thread(target=make_ahead, args=(items, self.ready, stopped), daemon=True, name="loader")
+        self.close = weakref.finalize(self, stop_and_join, thread, stopped)
+        thread.start()
+        self.next = self.ready.get()
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.close.alive:
+            raise StopIteration
+        (kind, value), self.next = self.next or self.ready.get(), None
+        if kind == "item":
+            return value
+        self.close()
+        raise value
+
+
+def make_ahead(items: Iterable, ready: queue.Queue, stopped: threading.Event) -> None:
+    """Puts ("item", item) for each item into `ready`, then ("end", error to raise), until `stopped`."""
+
+    def put(*message: Any) -> bool:
         while not stopped.is_set():
             try:
-                ready.put((kind, value), timeout=0.1)
+                ready.put(message, timeout=0.1)
                 return True
             except queue.Full:
                 continue
         return False
 
-    def work() -> None:
-        try:
-            for item in items:
-                if not put("item", item):
-                    return
-            put("end", None)
-        except BaseException as error:  # the consumer's, of whatever kind
-            put("error", error)
-
-    thread = threading.Thread(target=work, daemon=True, name="loader")
-    thread.start()
     try:
-        while True:
-            kind, value = ready.get()
-            if kind == "error":
-                raise value
-            if kind == "end":
-                return
-            yield value
-    finally:
-        stopped.set()
+        if all(put("item", item) for item in items):
+            put("end", StopIteration())
+    except BaseException as error:  # the consumer's, of whatever kind
+        put("end", error)
+
+
+def stop_and_join(thread: threading.Thread, stopped: threading.Event) -> None:
+    stopped.set()
+    if thread is not threading.current_thread():
         thread.join(10)  # a thread inside PyTorch while the interpreter ends would abort the process
 
 
 def to_device(batch: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """A micro-batch on its way to the device; pinned memory is copied behind what runs there."""
     return [x.to(device, non_blocking=True) for x in batch]
+
+
+class FetchedAhead:
+    """The micro-batches of so many steps, `share` in each, fetched a step early. One that fails ends them a step later; its
+    message is put into `faults` at once. Iterated over once."""
+
+    def __init__(self, open_batches: Callable[[], Iterator[MicroBatch]], share: int, steps: int, faults: list[str]):
+        self.faults, self.ready, self.rest = faults, deque(), self._needed(open_batches, share * steps)
+        self._fetch(share)
+
+    def _needed(self, open_batches: Callable[[], Iterator[MicroBatch]], count: int) -> Iterator[MicroBatch]:
+        with closing(open_batches()) as batches:
+            yield from itertools.islice(batches, count)
+
+    def _fetch(self, count: int) -> None:
+        try:
+            self.ready.extend(itertools.islice(self.rest, count))
+        except (ValueError, OSError, MemoryError) as error:
+            self.faults.append(f"{error}" or repr(error))
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        try:
+            while self.ready:
+                self._fetch(1)
+                yield self.ready.popleft()
+        finally:
+            self.rest.close()
+
+    def close(self) -> None:
+        self.ready.clear()
+        self.rest.close()
 
 
 def distributed_data_generator(
@@ -238,10 +315,12 @@ def distributed_data_generator(
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches, in order: inputs (T,) int32, targets (T,) int64, cu_seqlens (slots,) int32, on the CPU.
 
-    pattern: glob of shards, in the order of their names. batch_tokens: tokens of a step, or a function of the step.
+    pattern: a folder, as it is, and a pattern of its shards' names; they come in that order. batch_tokens: tokens of a step, or
+    a function of the step. Ready when this returns: the first micro-batch is made, or its error waits for the first `next`.
     Rank r of W takes micro-batches r·m/W … of each step's m, so that every world size sees the same tokens.
     aligned: micro-batches of whole documents from their starts, each cut at max_doc_len, a step never across two shards.
-    Not aligned: contiguous tokens of the first shard, documents marked where they begin, max_doc_len unused.
+    Not aligned: contiguous tokens of the first shard, documents marked where they begin and not cut: one longer than
+    max_doc_len is an error; 0: of any length.
     first_step: where to begin; the steps before it are planned, as the first time, and not made.
     Raises DataError for a bad shard, for more documents than doc_slots (0: by size), and where the tokens end; ValueError if
     the ranks cannot share the micro-batches evenly.
@@ -255,7 +334,8 @@ def distributed_data_generator(
 
     def aligned_batches() -> Iterator[MicroBatch]:
         steps = 0
-        for documents, tokens, ranges in plan_batches(files, tokens_at, max_doc_len, micro_batches, bos_id, vocab_size):
+        shards = read_ahead(files, max_doc_len, bos_id, vocab_size)
+        for documents, tokens, ranges in plan_batches(shards, tokens_at, micro_batches):
             steps += 1
             for i in mine if steps > first_step else ():
                 slice_tokens, starts = documents.slice(*ranges[i], tokens + 1)
@@ -269,15 +349,22 @@ def distributed_data_generator(
             for i in mine if step >= first_step else ():
                 slice_tokens = tokens[position + i * n : position + (i + 1) * n + 1]
                 starts = np.union1d([0], np.flatnonzero(slice_tokens == bos_id))
-                yield make_micro_batch(slice_tokens, starts, doc_slots or default_doc_slots(n), files[0])
+                yield make_micro_batch(slice_tokens, starts, doc_slots or default_doc_slots(n), files[0], max_doc_len)
             position, step = position + tokens_at(step), step + 1
         raise DataError(f"{files[0]}: its {len(tokens):,} tokens end after {step} batches of {tokens_at(0):,}")
 
-    return prefetch(aligned_batches() if aligned else contiguous_batches())
+    return Prefetched(aligned_batches() if aligned else contiguous_batches())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checks
+
+
+class DataFacts(NamedTuple):
+    """What check_data finds out."""
+
+    shards: dict[str, str]  # by name, all of the folder: tokens, and a digest of those that the run reads
+    longest: int  # tokens of the longest document of a validation micro-batch, rounded up to a power of two
 
 
 def check_data(
@@ -287,31 +374,62 @@ def check_data(
     batch_tokens: Callable[[int], int],
     max_doc_len: int,
     micro_batches: int,
+    doc_slots: int,
     bos_id: int,
     vocab_size: int,
     val_tokens: int,
-) -> None:
+    val_batch_tokens: int,
+) -> DataFacts:
     """Raise DataError if the shards cannot feed all steps, or the validation: before step 0, not at step 1700.
 
-    batch_tokens: tokens of a step's batch. val_tokens: of the first validation shard, from its start.
+    batch_tokens: tokens of a step's batch. val_tokens: of the first validation shard, from its start, in whole batches of
+    val_batch_tokens. Every micro-batch is planned, and its documents counted; none is made.
     """
-    validation = Documents(find_shards(val_pattern(folder))[0], max_doc_len, bos_id, vocab_size)
+    val, train = find_shards(val_pattern(folder)), find_shards(train_pattern(folder))
+    shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in (*train, *val)}
+    most, faults = 0, []  # most documents in a micro-batch; where there are too many
+
+    def note_digest(documents: Documents) -> str:
+        name = os.path.basename(documents.path)
+        shards[name] += f", CRC-32 {documents.digest:08x}"
+        return shards[name]
+
+    def count(documents: int, T: int, where: str) -> None:
+        nonlocal most
+        most = max(most, documents)
+        if fault := slots_fault(documents, T, doc_slots or default_doc_slots(T)):
+            faults.append(f"{where}: {fault}")
+
+    validation = Documents(val[0], max_doc_len, bos_id, vocab_size)
     if len(validation.tokens) <= val_tokens:
         raise DataError(
             f"{validation.path}: validation needs {val_tokens + 1:,} tokens, it holds {len(validation.tokens):,}: "
             f"lower --val_tokens and --val_batch_tokens"
         )
-    files = find_shards(train_pattern(folder))
-    plans = plan_batches(files, batch_tokens, max_doc_len, micro_batches, bos_id, vocab_size)
+    val_content = note_digest(validation)
+    n = val_batch_tokens // micro_batches  # a micro-batch begins and ends within documents
+    starts = np.union1d(np.arange(0, val_tokens, n), validation.starts[validation.starts < val_tokens])
+    count(int(np.bincount(starts // n).max()), n, validation.path)
+    longest = int(np.diff(starts, append=val_tokens).max())
+
     fed, shard, present = 0, None, 0  # steps, the last one's shard, tokens up to that shard's end
-    for documents, _, _ in plans:
+    indexed = (Documents(path, max_doc_len, bos_id, vocab_size) for path in train)
+    for documents, tokens, ranges in plan_batches(indexed, batch_tokens, micro_batches):
         if documents is not shard:
             shard, present = documents, present + int(documents.ends[-1])
+            if note_digest(documents) == val_content:
+                raise DataError(f"{documents.path}: holds the tokens of {validation.path}, validation would be trained on")
+        for first, end in ranges:  # a document that starts at T gives the last target only
+            count(end - first - int(documents.ends[end - 1] == documents.ends[first] + tokens), tokens, documents.path)
         fed += 1
         if fed == steps:
-            return
+            break
+    if faults:
+        raise DataError(f"{faults[0]}: set --doc_slots={most + 1} or more")
+    if fed == steps:
+        return DataFacts(shards, 1 << (longest - 1).bit_length())
     needed = sum(batch_tokens(step) for step in range(steps))
     raise DataError(
-        f"{train_pattern(folder)}: {steps} steps need {needed:,} tokens and what document cuts drop; these {len(files)} shards "
+        f"{train_pattern(folder)}: {steps} steps need {needed:,} tokens and what document cuts drop; these {len(train)} shards "
         f"hold {present:,} usable ones, enough for {fed} steps: add shards or lower --num_scheduled_iterations"
     )

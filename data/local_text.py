@@ -9,10 +9,11 @@ never cut by a loader whose documents end at 2,048 tokens. Its hash says where i
 in the order of the hashes, so that every prefix of a shard is a fair sample. Same text, same shards, on every machine.
 
 Default encoding: a token a byte, and end-of-text = 256. The text is held in memory.
+
+manifest.json in --output lists the shards, each before it is written. What it lists is replaced and deleted, nothing else.
 """
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -26,8 +27,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, shard_name,
-    verify_shard, write_json,
+    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
+    shard_name, verify_shard, write_json,
 )
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -40,27 +41,38 @@ PROGRAM = (Path(__file__), Path(__file__).with_name("encodings.py"))  # what tur
 # Files
 
 
-def find_files(source: Path, suffixes: list[str], output: Path) -> dict[str, Path]:
-    """The files to read, by their name relative to `source`, in order of that name. Raises DataError if there are none.
+def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[str, Path], list[str]]:
+    """The files to read, by their name relative to `source`, in order of that name, and the folders that cannot be read.
 
     suffixes: take only files that end in one of them; empty takes all
-    output: a folder to pass by, in case the shards are made inside of `source`
+    output: a folder to pass by, in case the shards are made inside of `source`. Raises DataError if there are no files.
     """
     if source.is_file():
-        return {source.name: source}
+        return {source.name: source}, []
     if not source.is_dir():
         raise DataError(f"{source}: no such file or folder; --input names the text to read")
-    files = {}
-    for folder, folders, names in os.walk(source):
+    if source.resolve() == output.resolve():
+        raise DataError(f"{output} is the --input too: its shards would be text of the next run; choose another --output")
+    files, unreadable = {}, []
+    for folder, folders, names in os.walk(source, onerror=lambda error: unreadable.append(f"{error.filename}")):
         here = Path(folder)
         folders[:] = [name for name in folders if wanted_folder(here / name, output)]
-        for name in names:
-            path = here / name
-            if name.endswith(tuple(suffixes) or "") and path.is_file():  # a pipe or a dead link is none
-                files[path.relative_to(source).as_posix()] = path
+        try:
+            for name in names:
+                path = here / name
+                if name.endswith(tuple(suffixes) or "") and path.is_file():  # a pipe or a dead link is none
+                    files[path.relative_to(source).as_posix()] = path
+        except PermissionError:  # it lists its files, and no more
+            unreadable.append(folder)
     if not files:
-        raise DataError(f"{source}: no files" + (f" that end in {' or '.join(suffixes)}" if suffixes else ""))
-    return dict(sorted(files.items()))
+        lost = f"; {complaint(unreadable)}" if unreadable else ""
+        raise DataError(f"{source}: no files" + (f" that end in {' or '.join(suffixes)}" if suffixes else "") + lost)
+    return dict(sorted(files.items())), sorted(unreadable)
+
+
+def complaint(folders: list[str]) -> str:
+    more = ", …" if len(folders) > 3 else ""
+    return f"{len(folders)} folder(s) cannot be read, their text is missing: {', '.join(map(ascii, folders[:3]))}{more}"
 
 
 def wanted_folder(folder: Path, output: Path) -> bool:
@@ -146,20 +158,36 @@ def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object
     return options | {"shard_tokens": args.shard_tokens, "encoding": args.encoding, "fingerprint": fingerprint.hexdigest()}
 
 
-def present(output: Path, wanted: dict[str, object]) -> dict | None:
-    """The manifest in `output` if it is of this recipe and all its shards, and no others, are there and whole."""
+SHARD_NAME = re.compile(r"local_(train|val)_[0-9]{6,}\.bin")
+
+
+def load_manifest(output: Path) -> dict | None:
+    """The manifest in `output`, if there is one. Raises DataError for one of another origin, or for shards not in it."""
+    path = output / "manifest.json"
+    manifest, advice = read_json(path), "choose another --output, or move it away"
+    shards = manifest.get("shards") if isinstance(manifest, dict) and "recipe" in manifest else None
+    if manifest is not None and not (isinstance(shards, dict) and all(map(SHARD_NAME.fullmatch, shards))):
+        raise DataError(f"{path} was not written by this program: {advice}")
+    for name in sorted(os.listdir(output)):
+        if SHARD_NAME.fullmatch(name) and name not in (shards or ()):
+            raise DataError(f"{output / name} is in no manifest.json of this program: {advice}")
+    return manifest
+
+
+def is_present(output: Path, manifest: dict, wanted: dict[str, object]) -> bool:
+    """Whether the manifest is of this recipe, and all its shards are there and whole."""
     try:
-        manifest = json.loads((output / "manifest.json").read_bytes())
-        counts = {path.name: verify_shard(path) for path in output.glob("local_*.bin")}
-        return manifest if manifest["recipe"] == wanted and manifest["shards"] == counts else None
-    except (FileNotFoundError, ShardError, ValueError, KeyError, TypeError):
-        return None
+        counts = {name: verify_shard(output / name) for name in manifest["shards"]}
+    except ShardError:
+        return False
+    return manifest["recipe"] == wanted and manifest["shards"] == counts
 
 
-def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[str, object]) -> dict:
-    """Reads `files`, writes the shards and then the manifest into `args.output`; returns the manifest. Raises DataError.
+def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[str, object], old: list[str]) -> dict:
+    """Reads `files`, writes the shards and the manifest into `args.output`; returns the manifest. Raises DataError, OSError.
 
-    Old shards go first, and their manifest before them: a killed run is never taken for a finished one.
+    old: the shards that an earlier run listed; they go first. Until the end the manifest has no recipe: a killed run is never
+    taken for a finished one.
     """
     encoding = load_encoding(args.encoding)
     texts = [read_text(path) for path in tqdm(files.values(), desc="reading", unit=" files", disable=None)]
@@ -169,12 +197,21 @@ def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[s
         raise DataError(f"{args.input}: no text in {len(files)} file(s), of which {len(files) - readable} are not UTF-8 text")
     splits = dict(zip(("train", "val"), split(documents)))
 
-    for old in [args.output / "manifest.json", *args.output.glob("local_*.bin")]:
-        old.unlink(missing_ok=True)
-    shards: dict[str, int] = {}
+    path, shards = args.output / "manifest.json", dict.fromkeys(old, 0)
+    write_json(path, {"recipe": None, "shards": shards})
+    for name in old:
+        (args.output / name).unlink(missing_ok=True)
+    shards.clear()
+
+    def listed(name: str) -> str:
+        shards[name] = 0
+        write_json(path, {"recipe": None, "shards": shards})
+        return name
+
     with tqdm(total=len(documents), desc="encoding", unit=" documents", disable=None) as bar:
         for name, members in splits.items():
-            writer = ShardWriter(args.output, lambda index: shard_name("local", name, index), args.shard_tokens)
+            named = lambda index: listed(shard_name("local", name, index))  # asked for when the shard is full
+            writer = ShardWriter(args.output, named, args.shard_tokens)
             for document in members:
                 writer.add(encoding.document(document.decode()))
                 bar.update()
@@ -183,7 +220,7 @@ def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[s
     manifest = {"encoding": encoding.name, "vocab_size": encoding.vocab_size, "bos_id": encoding.end_of_text}
     manifest |= {"files": readable, "skipped_files": len(files) - readable, "documents": len(documents)}
     manifest |= {"bytes": sum(map(len, documents)), "shards": shards, "recipe": wanted}
-    write_json(args.output / "manifest.json", manifest)
+    write_json(path, manifest)
     return manifest
 
 
@@ -216,15 +253,17 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     with one_line_errors():
-        files = find_files(args.input, args.suffixes, args.output)
+        files, unreadable = find_files(args.input, args.suffixes, args.output)
+        if unreadable:
+            print(f"local_text.py: {complaint(unreadable)}", file=sys.stderr)
         with locked(args.output):
             wanted = recipe(args, files)
-            manifest = present(args.output, wanted)
-            if manifest:
+            manifest = load_manifest(args.output)
+            if manifest and is_present(args.output, manifest, wanted):
                 tokens = sum(manifest["shards"].values())
                 print(f"{args.output} is up to date: {tokens:,} tokens in {len(manifest['shards'])} shards")
             else:
-                report(make_shards(args, files, wanted), args.output)
+                report(make_shards(args, files, wanted, list(manifest["shards"]) if manifest else []), args.output)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -195,12 +196,14 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
     """A file to write. At the end of the block it takes the name `path`, whole and on disk; after an error it is gone.
 
     Written beside its place, as `{path}.tmp`, then renamed, so that `path` is the old file or the new one and never a part.
-    A killed process leaves its `.tmp`, which the next one overwrites. Two writers of one path must be kept apart: `locked`.
-    Raises OSError.
+    A killed process leaves its `.tmp`, which the next one replaces. Two writers of one path must be kept apart: `locked`.
+    Raises OSError, also for a `.tmp` that is a link or no file.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    file = open(temporary, "wb")
+    check_plain(temporary)
+    temporary.unlink(missing_ok=True)
+    file = open(temporary, "xb")  # never through a link that has come since
     try:
         with file:
             yield file
@@ -211,6 +214,17 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def check_plain(path: Path) -> bool:
+    """Whether there is a file at `path`. Raises OSError for what is there and no regular file: a link is not followed."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(mode):
+        raise FileExistsError(errno.EEXIST, "is a link, a folder or another thing that is no file: move it away", f"{path}")
+    return True
 
 
 def sync_folder(folder: Path) -> None:
@@ -225,6 +239,16 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def read_json(path: Path) -> Any:
+    """What write_json wrote; None if there is no such file. Raises DataError for what is no JSON, OSError as check_plain."""
+    if not check_plain(path):
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read ({error})") from error
+
+
 def write_json(path: Path, content: Any) -> None:
     with whole_file(path) as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")
@@ -234,17 +258,44 @@ def write_json(path: Path, content: Any) -> None:
 # What the tools share
 
 
+def open_lock(path: Path) -> BinaryIO:
+    """The file at path, made if need be, to be locked: no link is followed, no FIFO waited for. Raises OSError."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666))
+
+
+def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
+    """The file at path, locked until it is closed or the process ends. Raises ValueError if another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = open_lock(path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"run {path.stem} is under way in another process, which holds {path}: wait for its end") from None
+        except OSError as error:  # a network file system without locks
+            tell(f"{path} cannot be locked, {error.strerror}: start no second process on this run")
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # its holder has just ended, and deleted it
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes `folder` and keeps other tools out of it for the length of the block. Waits, with a message, for one inside."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    check_plain(folder / ".lock")
+    with open_lock(folder / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"{folder}: waiting for another process that is writing here", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def one_line(text: object) -> str:
+    """What others have written, such as a hub or a library, on one line and without control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(f"{text}".split()))
 
 
 @contextmanager
@@ -254,7 +305,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (DataError, OSError) as error:
-        sys.exit(f"{tool}: error: {error}")
+        sys.exit(f"{tool}: error: {one_line(error)}")
     except KeyboardInterrupt:
         sys.exit(f"{tool}: interrupted; the same command goes on from here")
 

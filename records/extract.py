@@ -11,7 +11,10 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+import tool
 from runlog import read_log
+
+LONGEST_NAME = 200  # characters of a path: what any file system takes
 
 
 class ExtractError(Exception):
@@ -29,7 +32,7 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
         raise ExtractError(f"{log_path}: no sources in this log ({log.fault or 'it begins with step lines'})")
     for name in log.sources:
         if fault := path_fault(name, log.sources):
-            raise ExtractError(f"{log_path}: names a source {name!r}: {fault}; nothing written")
+            raise ExtractError(f"{log_path}: names a source {shortened(name)!r}: {fault}; nothing written")
     check_folder(folder, log.sources, force)
     paths = [folder / name for name in log.sources]
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
@@ -52,11 +55,23 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
     return paths
 
 
+def shortened(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[:60]}…"
+
+
+def strangers(folder: Path, paths: list[Path]) -> list[str]:
+    """Python files of the folder that are not of `paths`: the script could import them."""
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    return sorted(found - {path.relative_to(folder).as_posix() for path in paths})
+
+
 def path_fault(name: str, names: dict[str, bytes]) -> str:
     """Why `name`, one of `names`, is not the path of a file below a folder, on any system; "" if it is."""
     windows = PureWindowsPath(name)
     if not name.isprintable():
         return "not printable"
+    if len(name) > LONGEST_NAME:
+        return f"longer than {LONGEST_NAME} characters"
     if "\\" in name:
         return "has a backslash"
     if windows.drive or windows.root:
@@ -81,7 +96,8 @@ def check_folder(folder: Path, names: dict[str, bytes], force: bool) -> None:
     if folders := [str(path) for path in existing if path.is_dir() and not path.is_symlink()]:
         raise ExtractError(f"{', '.join(folders)} is a folder where a file must be: choose another folder, or remove it")
     if existing and not force:
-        raise ExtractError(f"{', '.join(map(str, existing))} exists: choose another folder, or --force to overwrite")
+        there = f"{existing[0]} exists" if len(existing) == 1 else f"{existing[0]} and {len(existing) - 1} more exist"
+        raise ExtractError(f"{there}: choose another folder, or --force to overwrite")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -95,12 +111,16 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         paths = extract(options.log, options.folder, options.force)
+    except BrokenPipeError:  # for tool.run
+        raise
     except (ExtractError, OSError) as error:
         raise SystemExit(f"extract.py: error: {error}") from None
     for path in paths:
-        print(path)
-    print(f"run it: ./run.sh {shlex.quote(str(paths[0]))}")
+        print(tool.clean(path, one_line=True))
+    if others := strangers(options.folder, paths):
+        print(f"not of this log, but there, and the script may import them: {tool.clean(', '.join(others), one_line=True)}")
+    print(f"run it: {shlex.join(['./run.sh', str(paths[0])])}")
 
 
 if __name__ == "__main__":
-    main()
+    tool.run(main, packages=False)

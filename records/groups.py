@@ -1,20 +1,26 @@
-"""Runs of one recipe: which logs an argument names, which are averaged, which are set aside and why."""
+"""Runs of one kind: which logs an argument names, which are averaged, which are set aside and why."""
 
 import glob
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runlog import RunLog, read_log
+from kinds import differing, kind
+from runlog import RunLog, at_step, machines, read_log
+from tool import clean
+
+NAMED = 3  # logs in a list, before "and … more"
 
 
 @dataclass
 class Group:
-    """The logs of one argument: complete runs of one recipe, and what was set aside, with the reason."""
+    """The logs of one argument: complete runs of one kind, and what was set aside, with the reason."""
 
     name: str
     runs: list[RunLog] = field(default_factory=list)
     aside: list[tuple[RunLog, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # of the choice of its logs
 
     @property
     def times(self) -> list[float]:
@@ -55,35 +61,144 @@ def short_names(arguments: list[str]) -> list[str]:
     """The last path components of the arguments, as many as tell them apart."""
     parts = [Path(argument).parts or (argument,) for argument in arguments]
     for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
+        names = [clean("/".join(part[-count:]), one_line=True) for part in parts]
         if len(set(names)) == len(names):
             break
     return names
 
 
-def gather(name: str, *arguments: str) -> Group:
-    """Read the logs of arguments, and set aside what must not be averaged in. Raises InputError if no run is left."""
+def shares(arguments: list[str]) -> list[tuple[list[Path], list[str]]]:
+    """(logs, notes) of each argument. A log that several of them name belongs to the one that names the fewest logs.
+
+    Raises InputError where that is no decision, or leaves an argument without a log.
+    """
+    found = [list({path.resolve(): path for path in find_logs(argument)}.items()) for argument in arguments]
+    owner: dict[Path, int] = {}
+    for i in sorted(range(len(found)), key=lambda i: len(found[i])):
+        for real, path in found[i]:
+            if real in owner and len(found[owner[real]]) == len(found[i]):
+                raise InputError(f"{path} belongs to {arguments[owner[real]]} and to {arguments[i]}: name it once")
+            owner.setdefault(real, i)
+    shared = []
+    for i, logs in enumerate(found):
+        own = [path for real, path in logs if owner[real] == i]
+        others = Counter(arguments[owner[real]] for real, _ in logs if owner[real] != i)
+        notes = [f"{count} of {len(logs)} logs of {arguments[i]} belong to {name}, which names fewer: not counted here"
+                 for name, count in others.items()]  # fmt: skip
+        if not own:
+            raise InputError(f"{arguments[i]}: all its logs belong to {', '.join(others)}: nothing is left to compare")
+        shared.append((own, notes))
+    return shared
+
+
+def gather_all(arguments: list[str], any_source: bool = False, at: int | None = None) -> list[Group]:
+    """The groups of a comparison, no log in two of them; at: the step at which runs end. Raises InputError."""
+    groups = []
+    for name, argument, (paths, notes) in zip(short_names(arguments), arguments, shares(arguments), strict=True):
+        logs = [read_log(path) if at is None else at_step(read_log(path), at) for path in paths]
+        group = choose(name, argument, logs, any_source)
+        group.notes = notes + group.notes
+        groups.append(group)
+    return groups
+
+
+def gather(name: str, *arguments: str, any_source: bool = False) -> Group:
+    """One group of the logs of all arguments. Raises InputError if no run is left, or if they are of several kinds."""
+    paths = dict.fromkeys(log for argument in arguments for log in find_logs(argument))
+    return choose(name, ", ".join(arguments), [read_log(path) for path in paths], any_source)
+
+
+def choose(name: str, argument: str, logs: list[RunLog], any_source: bool) -> Group:
+    """A group of these logs' runs, all of the kind that most of them are. Raises InputError as gather does."""
     group = Group(name)
     complete, seen = [], {}
-    for path in dict.fromkeys(log for argument in arguments for log in find_logs(argument)):
-        log = read_log(path)
+    for log in logs:
         content = (log.recipe, tuple(log.times.values()), tuple(log.validations))
         if log.fault:
             group.aside.append((log, log.fault))
         elif log.times and content in seen:
             group.aside.append((log, f"the same run as {seen[content]}"))
         else:
-            seen[content] = path
+            seen[content] = log.path
             complete.append(log)
     if not complete:
-        reasons = "\n".join(f"  {log.path}: {reason}" for log, reason in group.aside)
-        raise InputError(f"{', '.join(arguments)}: none of {len(group.aside)} logs is a complete run:\n{reasons}")
-    usual, _ = Counter(log.recipe for log in complete).most_common(1)[0]
+        reasons = "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in group.aside]))
+        raise InputError(f"{argument}: none of {len(group.aside)} logs is a complete run:\n{reasons}")
+    kinds: dict[tuple, list[RunLog]] = {}
     for log in complete:
-        if log.recipe == usual:
-            group.runs.append(log)
-        else:
-            kinds = ("other sources", "other settings", "another number of steps")
-            differs = [kind for kind, a, b in zip(kinds, log.recipe, usual, strict=True) if a != b]
-            group.aside.append((log, f"made with {' and '.join(differs)} than most here"))
+        kinds.setdefault(tuple(sorted(kind(log, any_source).items())), []).append(log)
+    ordered = sorted(kinds.items(), key=lambda item: -len(item[1]))
+    (usual, group.runs), *others = ordered
+    if 2 * len(group.runs) <= len(complete) or any(len(runs) > 1 for _, runs in others):
+        raise InputError(several_kinds(argument, ordered))
+    for other, runs in others:
+        group.aside += [(run, f"other than most here: {differing(dict(usual), dict(other))}") for run in runs]
+    if any_source and (count := len({kind(run)["sources"] for run in group.runs})) > 1:
+        group.notes.append(
+            f"the runs of {name} have {count} different sources (--any-source); what changed is told of the first"
+        )
     return group
+
+
+def several_kinds(argument: str, ordered: list[tuple[tuple, list[RunLog]]]) -> str:
+    """The message that lists the kinds of runs, most runs first, by what each differs from the first."""
+    first, lines = dict(ordered[0][0]), []
+    for i, (other, runs) in enumerate(ordered):
+        folders = names([*dict.fromkeys(run.path.parent for run in runs)])
+        what = f": differs in {differing(first, dict(other))}" if i else ""
+        lines.append(f"  {plural(len(runs), 'run')} in {folders} ({names([run.path.name for run in runs])}){what}")
+    return (
+        f"{argument}: {len(ordered)} kinds of runs, which share no mean, and which is meant is yours to say (a kind is taken "
+        f"for granted if it is more than half of all and the others are single runs):\n" + "\n".join(lines) + "\n"
+        "Name the logs of one kind: a folder of them, or a glob in quotes. --any-source: whatever their sources."
+    )
+
+
+# -----------------------------------------------------------------------------
+# Words
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def names(items: list, most: int = NAMED) -> str:
+    """The first of them, and how many more."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(clean(item, one_line=True) for item in items[:most]) + more
+
+
+def folded(items: list[tuple[Path | str, str]]) -> list[str]:
+    """A line for each text, with the logs that it is said of; texts that differ in a step, a line or a file are one."""
+    texts: dict[str, list[tuple[Path | str, str]]] = {}
+    for path, text in items:
+        texts.setdefault(re.sub(r"\d+|(?<=the same run as ).*", "#", text), []).append((path, text))
+    lines = []
+    for same in texts.values():
+        (path, text), more = same[0], len(same) - 1
+        also = f" (and {more} more like it: {names([Path(other).name for other, _ in same[1:]])})" if more else ""
+        lines.append(f"{clean(f'{path}: {text}', one_line=True)}{also}")
+    return lines
+
+
+# -----------------------------------------------------------------------------
+# Machines
+
+
+def on_several_machines(runs: list[RunLog]) -> list[str]:
+    """In what the machines of runs differ, as far as their logs tell; empty: in nothing that they tell."""
+    values: dict[str, list[str]] = {}
+    for machine in (machine for run in runs for machine in machines(run)):
+        for name, value in machine.items():
+            if value not in values.setdefault(name, []):
+                values[name].append(value)
+    return [
+        f"{name} {' and '.join(found)}" if len(found) == 2 and len("".join(found)) < 60 else f"{len(found)} values of {name}"
+        for name, found in values.items()
+        if len(found) > 1
+    ]
+
+
+def machine_told(runs: list[RunLog]) -> bool:
+    """Do all the logs tell what tells machines apart: a host, a driver, GPU ids, or a CPU?"""
+    return all(any({"host", "driver", "GPU ids", "CPU"} & set(machine) for machine in machines(run)) for run in runs)

@@ -2,30 +2,70 @@
 
     python records/history.py                     write the tables of records and each record's page anew
     python records/history.py --check             write nothing; exit code 1 if any of them is out of date
-    python records/history.py --picture NAME      draw records/NAME/loss.png anew: loss against time
-    python records/history.py --add NAME LOG… --description TEXT --contributors NAME,… [--baseline NAME]
+    python records/history.py --picture NAME      draw the pictures of records/NAME/ anew
+    python records/history.py --add NAME LOG… --description TEXT --contributors NAME,… [--baseline LOGS]
                                                   copy logs into records/NAME/, write its record.toml, draw its pictures
 
+--baseline: logs of what it is compared with, made on the same machine, which are kept in NAME/baseline/; or a record's name.
 record.toml: description, date (year-month-day), contributors (a list), track (what the record is of), target (the loss to be
-below) and, if it has one, baseline (another record's folder).
+below) and, if it is compared with another record's logs, baseline (that folder). A page's text outside of its two marks is its
+author's, and stays.
 """
 
 import argparse
 import datetime
 import io
 import json
+import math
+import re
+import shlex
 import shutil
 import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import compare
-from groups import Group, InputError, gather
+import tool
+from groups import Group, InputError, choose, find_logs, folded, gather, plural
+from runlog import RunLog, read_log
+from tool import clean, markdown
 
 RECORDS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- history: written by history.py -->", "<!-- history ends -->"
-FIELDS = {"description": str, "date": str, "contributors": list, "track": str, "target": (int, float)}
+PAGE_BEGIN, PAGE_END = "<!-- record: written by history.py -->", "<!-- record ends -->"
+BASELINE = "baseline"  # the folder of a record's own baseline, and its name in the table
+PLAIN_NAME = re.compile(r"\w[\w.+-]{0,99}", re.ASCII)
+LINE = re.compile(r"[^\n]*\S[^\n]*")
+
+
+def is_names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(is_line(name) for name in value)
+
+
+def is_line(value: object) -> bool:
+    return isinstance(value, str) and bool(LINE.fullmatch(value))
+
+
+def is_date(value: object) -> bool:
+    try:
+        return is_line(value) and datetime.date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        return False
+
+
+def is_loss(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+FIELDS = {  # of record.toml: what is a value, in words
+    "description": (is_line, "a line of text"),
+    "date": (is_date, "a text such as 2026-01-31"),
+    "contributors": (is_names, "a list of names"),
+    "track": (is_line, "a line of text"),
+    "target": (is_loss, "a number above 0"),
+}
 
 
 @dataclass
@@ -40,6 +80,7 @@ class Record:
     target: float
     group: Group
     baseline: str | None = None
+    own_baseline: Group | None = None  # the logs of its folder baseline/
 
 
 def read_record(folder: Path) -> Record:
@@ -47,17 +88,32 @@ def read_record(folder: Path) -> Record:
     path = folder / "record.toml"
     try:
         metadata = tomllib.loads(path.read_text(encoding="utf-8"))
-        if wrong := [name for name, kind in FIELDS.items() if not isinstance(metadata.get(name), kind)]:
-            raise ValueError(f"{', '.join(wrong)}: missing, or not of the right type")
-        if unknown := set(metadata) - set(FIELDS) - {"baseline"}:
-            raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
-        datetime.date.fromisoformat(metadata["date"])
-    except (ValueError, OSError) as error:
+        known = FIELDS | ({"baseline": (is_line, "a record's name")} if "baseline" in metadata else {})
+        wrong = [f"{name} must be {what}" for name, (holds, what) in known.items() if not holds(metadata.get(name))]
+        if unknown := sorted(set(metadata) - set(known)):
+            wrong.append(f"there is no {', '.join(map(clean, unknown))}")
+        if not PLAIN_NAME.fullmatch(folder.name):
+            wrong.append("its folder's name must be letters, digits and . _ + -")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+    except (ValueError, OSError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from None
-    group = gather(folder.name, str(folder))
-    for log in group.logs:
+    logs = [read_log(path) for path in find_logs(str(folder))]
+    for log in logs:
         log.path = log.path.relative_to(folder)
-    return Record(folder=folder, group=group, **metadata)
+    own = [log for log in logs if log.path.parts[0] == BASELINE]
+    group = choose(folder.name, str(folder), [log for log in logs if log.path.parts[0] != BASELINE], False)
+    baseline = choose(BASELINE, str(folder / BASELINE), own, False) if own else None
+    return Record(folder=folder, group=group, own_baseline=baseline, **metadata)
+
+
+def compared_with(record: Record, records: dict[str, Record]) -> list[Group]:
+    """The baseline's group, if it has one: its own logs, else another record's. Raises InputError."""
+    if record.own_baseline:
+        return [record.own_baseline]
+    if record.baseline and record.baseline not in records:
+        raise InputError(f"{record.folder / 'record.toml'}: no record is named {record.baseline!r} (baseline)")
+    return [records[record.baseline].group] if record.baseline else []
 
 
 def table(records: list[Record], here: str = "") -> str:
@@ -67,102 +123,155 @@ def table(records: list[Record], here: str = "") -> str:
         of_track = sorted((record for record in records if record.track == track), key=lambda r: (r.date, r.folder.name))
         lines += [
             "",
-            f"### {track}",
+            f"### {markdown(track)}",
             "",
             "| record | time | loss | description | date | log | contributors |",
             "|---" * 7 + "|",
         ]
         for number, record in reversed([*enumerate(of_track, 1)]):
             name, times = f"{here}{record.folder.name}", record.group.times
+            log = quote(record.group.runs[0].path.as_posix().encode("utf-8", "surrogateescape"))
             cells = [
                 f"[{number}]({name}/README.md)",
-                f"{compare.mean(times):.1f} s",
+                f"{compare.mean(times):.3f} s" if len(times) == len(record.group.runs) else "?",
                 f"{compare.mean(record.group.losses):.4f}",
-                record.description.replace("|", "\\|"),
+                markdown(record.description),
                 record.date,
-                f"[log]({name}/{record.group.runs[0].path}), of {len(record.group.runs)}",
-                ", ".join(record.contributors),
+                f"[log]({name}/{log}), of {len(record.group.runs)}",
+                markdown(", ".join(record.contributors)),
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""]) if lines else "\nNo record yet.\n"
 
 
 def page(record: Record, records: dict[str, Record]) -> str:
-    """A record's own README.md: what it is, the comparison, how to have it again."""
+    """A record's own README.md: what it is, the comparison, how to have it again. Raises InputError, see written."""
     from rich.console import Console
 
-    groups = [record.group]
-    if record.baseline:
-        if record.baseline not in records:
-            raise InputError(f"{record.folder / 'record.toml'}: no record is named {record.baseline!r} (baseline)")
-        groups.insert(0, records[record.baseline].group)
-    console = Console(file=io.StringIO(), width=1000, color_system=None)
+    groups = [*compared_with(record, records), record.group]
+    console = Console(file=io.StringIO(), width=1000, color_system=None, emoji=False)
     compare.report(groups, record.target, console)
     text = "\n".join(line.rstrip() for line in console.file.getvalue().strip().splitlines())
     grid, _, rest = text.partition("\n\n")
     picture = "\n![losses and step times](comparison.png)\n" if (record.folder / "comparison.png").exists() else ""
-    log = record.group.runs[0].path
-    return (
-        f"# {record.folder.name}\n\n{record.description}\n\n"
-        f"{record.date}, {', '.join(record.contributors)}. Track: {record.track}.\n\n"
-        f"{grid}\n\n```\n{rest}\n```\n{picture}\n"
-        f"The source: `python records/extract.py records/{record.folder.name}/{log} again`, "
-        f"then `./run.sh again/{record.group.runs[0].script[0]}`.\n"
+    run = record.group.runs[0]
+    extract = shlex.join(["python", "records/extract.py", f"records/{record.folder.name}/{run.path}", "again"])
+    again = shlex.join(["./run.sh", f"again/{run.script[0]}"])
+    source = f"\nThe source:\n\n{tool.fenced(f'{clean(extract, one_line=True)}{chr(10)}{clean(again, one_line=True)}')}\n"
+    return written(
+        record.folder / "README.md",
+        f"# {record.folder.name}\n\n{markdown(record.description)}\n\n"
+        f"{record.date}, {markdown(', '.join(record.contributors))}. Track: {markdown(record.track)}.\n\n"
+        f"{grid}\n\n{tool.fenced(rest)}\n{picture}{source if run.sources else ''}",
     )
+
+
+def written(path: Path, text: str) -> str:
+    """The page with this text between its marks; what stands outside is kept. Raises InputError for a page without marks."""
+    old = path.read_text(encoding="utf-8") if path.exists() else f"{PAGE_BEGIN}\n{PAGE_END}\n"
+    before, after = around(old, PAGE_BEGIN, PAGE_END)
+    if before is None:
+        raise InputError(
+            f"{path}: not overwritten, as the lines {PAGE_BEGIN} and {PAGE_END}, between which goes what is written, "
+            f"are not there: add them, or remove the file"
+        )
+    return f"{before}{PAGE_BEGIN}\n{text}{PAGE_END}{after}"
+
+
+def around(text: str, begin: str, end: str) -> tuple[str | None, str]:
+    """What stands before the line `begin` and after the line `end`; None if either is not there, or is there twice."""
+    marks = [[*re.finditer(f"^{re.escape(mark)}$", text, re.MULTILINE)] for mark in (begin, end)]
+    if [len(found) for found in marks] != [1, 1] or marks[0][0].end() > marks[1][0].start():
+        return None, ""
+    return text[: marks[0][0].start()], text[marks[1][0].end() :]
 
 
 def pages(root: Path) -> dict[Path, str]:
     """What the README.md of `root`, that above it if it has a table, and each record's should hold. Raises InputError."""
-    records = {path.parent.name: read_record(path.parent) for path in sorted(root.glob("*/record.toml"))}
-    written = {}
+    records = read_records(root)
+    found = {}
     for readme, here in ((root / "README.md", ""), (root.parent / "README.md", f"{root.name}/")):
         text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-        before, begin, rest = text.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if end:
-            written[readme] = f"{before}{begin}\n{table([*records.values()], here)}\n{end}{after}"
-        elif begin or not here:
-            raise InputError(f"{readme}: the lines {BEGIN!r} and {END!r}, between which the table goes, are not there")
-    return written | {record.folder / "README.md": page(record, records) for record in records.values()}
+        before, after = around(text, BEGIN, END)
+        if before is not None:
+            found[readme] = f"{before}{BEGIN}\n{table([*records.values()], here)}\n{END}{after}"
+        elif BEGIN in text or not here:
+            raise InputError(
+                f"{readme}: the lines {BEGIN!r} and {END!r}, between which the table goes, are not there once each"
+            )
+    return found | {record.folder / "README.md": page(record, records) for record in records.values()}
 
 
-def add(root: Path, name: str, logs: list[str], metadata: dict) -> None:
-    """Make the record `name` of these logs: copies, record.toml, comparison.png, loss.png. On error nothing is left of it.
+def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | None, keep_aside: bool) -> None:
+    """Make the record `name` of these logs: copies, record.toml, pictures. On error nothing is left of it.
 
-    Raises InputError for logs that are no complete runs of one recipe, or if the record is there already.
+    Raises InputError if one of the logs does not count, unless keep_aside, or is another record's or the baseline's too.
     """
     folder = root / name
-    if folder.exists() or Path(name).name != name:
-        raise InputError(f"{folder}: {'exists' if folder.exists() else 'not the plain name of a folder'}; name another")
-    group = gather(name, *logs)
+    if folder.exists() or not PLAIN_NAME.fullmatch(name):
+        why = "exists" if folder.exists() else "must be letters, digits and . _ + -"
+        raise InputError(f"{folder}: {why}; name another")
+    records = read_records(root)
+    group, own = gather(name, *logs), None
+    if baseline and baseline not in records:
+        own = gather(BASELINE, baseline)
+    elif baseline:
+        metadata = metadata | {"baseline": baseline}
+    for what in (group, own):
+        if what and what.aside and not keep_aside:
+            lines = "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in what.aside]))
+            raise InputError(
+                f"{len(what.aside)} of {plural(len(what.logs), 'log')} of {what.name} would not count:\n{lines}\n"
+                f"--keep-aside keeps them in the record, whose page names them; or name the logs that are meant"
+            )
+    others = [("the baseline", own)] if own else []
+    others += [(f"the record {other}", found.group) for other, found in records.items()]
+    for run in group.runs:
+        for where, other in others:
+            if run.times and any(figures(run) == figures(log) for log in other.runs):
+                raise InputError(f"{run.path}: has the times and losses of a run of {where}: a record is made of its own runs")
     with tempfile.TemporaryDirectory(prefix=".record-", dir=root) as staging:
         draft = Path(staging) / name
-        draft.mkdir()
-        for run in group.runs:
-            if (draft / run.path.name).exists():
-                raise InputError(f"{run.path}: two of the logs have this name; rename one")
-            shutil.copyfile(run.path, draft / run.path.name)
-        toml = "".join(
-            f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in metadata.items() if value is not None
-        )
+        copy_logs(group, draft)
+        if own:
+            copy_logs(own, draft / BASELINE)
+        toml = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in metadata.items())
         (draft / "record.toml").write_text(toml, encoding="utf-8")
-        read_record(draft)
-        from plot import draw, draw_loss
-
-        baseline = [read_record(root / metadata["baseline"]).group] if metadata["baseline"] else []
-        draw([*baseline, group], metadata["target"], str(draft / "comparison.png"))
-        draw_loss([*baseline, group], metadata["target"], str(draft / "loss.png"))
+        record = read_record(draft)
+        if [log.path.name for log in record.group.runs] != sorted(log.path.name for log in group.runs):
+            raise InputError(f"{name}: its logs alone are not of one kind; name the logs that are meant")
+        draw_pictures(record, records)
+        page(record, records)
         draft.rename(folder)
 
 
-def draw_picture(root: Path, name: str) -> Path:
-    """Draw the loss.png of the record `name`, with its baseline's runs if it has one; its path. Raises InputError."""
-    from plot import draw_loss
+def figures(log: RunLog) -> tuple:
+    return (*log.times.items(), *log.validations)
 
-    record = read_record(root / name)
-    baseline = [read_record(root / record.baseline).group] if record.baseline else []
-    draw_loss([*baseline, record.group], record.target, str(path := record.folder / "loss.png"))
-    return path
+
+def copy_logs(group: Group, folder: Path) -> None:
+    """Raises InputError if two of them have one name."""
+    folder.mkdir()
+    for log in group.logs:
+        if (folder / log.path.name).exists():
+            raise InputError(f"{log.path}: two of the logs have this name; rename one")
+        shutil.copyfile(log.path, folder / log.path.name)
+
+
+def draw_pictures(record: Record, records: dict[str, Record]) -> list[Path]:
+    """Draw its comparison.png and loss.png; their paths. Raises InputError."""
+    from plot import draw, draw_loss
+
+    groups = [*compared_with(record, records), record.group]
+    paths = [record.folder / name for name in ("comparison.png", "loss.png")]
+    draw(groups, record.target, str(paths[0]))
+    draw_loss(groups, record.target, str(paths[1]))
+    return paths
+
+
+def read_records(root: Path) -> dict[str, Record]:
+    """Those of `root`, by name. Raises InputError."""
+    return {path.parent.name: read_record(path.parent) for path in sorted(root.glob("*/record.toml"))}
 
 
 def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
@@ -171,25 +280,34 @@ def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
         prog="history.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is out of date")
-    parser.add_argument("--picture", metavar="NAME", help="draw this record's loss.png anew")
+    parser.add_argument("--picture", metavar="NAME", help="draw this record's pictures anew")
     parser.add_argument("--add", metavar="NAME", help="the new record's folder, such as 2026-01-31_Idea")
     parser.add_argument("logs", nargs="*", metavar="LOG", help="with --add: its logs, or folders or globs of them")
     parser.add_argument("--description", help="with --add: what the record does, in a line")
     parser.add_argument("--contributors", help="with --add: names, with commas between them")
     parser.add_argument("--date", default=datetime.date.today().isoformat(), help="with --add (today)")
     parser.add_argument("--track", default="8 H100, loss 3.28", help="with --add: what it is a record of (%(default)s)")
-    parser.add_argument("--target", type=float, default=3.28, help="with --add: the loss to be below (%(default)s)")
-    parser.add_argument("--baseline", metavar="NAME", help="with --add: the record's folder to compare it with")
+    parser.add_argument("--target", type=tool.finite, default=3.28, help="with --add: the loss to be below (%(default)s)")
+    parser.add_argument(
+        "--baseline", metavar="LOGS", help="with --add: logs to compare it with, kept beside, or a record's name"
+    )
+    parser.add_argument(
+        "--keep-aside", action="store_true", help="with --add: keep logs that do not count; the page names them"
+    )
     options = parser.parse_args(argv)
     if bool(options.add) != bool(options.logs) or options.add and not (options.description and options.contributors):
         parser.error("--add takes NAME, logs, --description and --contributors; without it there are no logs to name")
     try:
         if options.picture:
-            print(f"wrote {draw_picture(root, options.picture)}")
+            records = read_records(root)
+            if options.picture not in records:
+                raise InputError(f"{root / options.picture}: no such record")
+            for path in draw_pictures(records[options.picture], records):
+                print(f"wrote {path}")
         if options.add:
-            metadata = {name: getattr(options, name) for name in (*FIELDS, "baseline")}
+            metadata = {name: getattr(options, name) for name in FIELDS}
             metadata["contributors"] = [name.strip() for name in options.contributors.split(",")]
-            add(root, options.add, options.logs, metadata)
+            add(root, options.add, options.logs, metadata, options.baseline, options.keep_aside)
         stale = {
             path: text for path, text in pages(root).items() if not path.exists() or path.read_text(encoding="utf-8") != text
         }
@@ -198,11 +316,13 @@ def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
         for path, text in stale.items():
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
-    except (InputError, OSError) as error:
+    except BrokenPipeError:  # for tool.run
+        raise
+    except (InputError, OSError, ValueError) as error:
         raise SystemExit(f"history.py: error: {error}") from None
     except ModuleNotFoundError as error:
         raise SystemExit(f"history.py: error: {error}. Try: pip install -r records/requirements.txt") from None
 
 
 if __name__ == "__main__":
-    main()
+    tool.run(main)

@@ -12,11 +12,12 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import chain, islice, pairwise
 from math import isfinite
-from pathlib import Path
+from pathlib import Path, PurePath
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime.options import MAY_DIFFER_BETWEEN_RUNS
@@ -24,6 +25,10 @@ from runtime.options import MAY_DIFFER_BETWEEN_RUNS
 MAX_BYTES = 1 << 30
 MAX_PROBLEMS = 5  # named, in a log
 MAX_PARSES = 100  # in search of the end of a source
+EFFORT = 8, 1 << 20  # in search of the ends of all sources: bytes parsed for each byte of the log, and beyond
+A_SEARCH = 500  # bytes that a search counts at least
+LONGEST = 1e11  # ms: three years
+UNTIMED = 16  # steps: the oldest public runs start their clock again after ten
 
 PLAIN_LINE = re.compile(
     rb"^step:(\d{1,9})/(\d{1,9}) train_time:(\d{1,12})ms step_avg:(?:\d{1,9}(?:\.\d{1,9})?|nan)ms\r?\n", re.MULTILINE
@@ -33,7 +38,7 @@ LOOSE_LINE = re.compile(rb"^[ \t]*(?:step|s)(?::|[ \t]*=|[ \t]+(?=\d)).*$", re.M
 LOOSE_STEP = re.compile(rb"\s*\w+[ \t:=]+(\d{1,9})(?:\s*(?:/|of)\s*(\d{1,9}))?(?![\w.])")
 LOOSE_LOSS = re.compile(rb"(?:val(?:idation)?[_ ]?loss|\btel)[ \t:=]+([^\s|,;]{1,40})()")
 LOOSE_TIME = re.compile(rb"(?:train[_ing]*[_ ]?)?time[ \t:=]+([^\s|,;]{1,40}?)[ \t]?(ms|s)?(?=[\s|,;]|$)")
-ERROR_LINE = re.compile(rb"^(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
+ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
 SETTINGS_LINE = re.compile(r"^(\S.{0,4095}?\.py) (\w+\(.*\))$", re.MULTILINE)  # script, settings
@@ -58,7 +63,6 @@ FACTS = (
     ("ranks", r", (\d+) ranks$"),
     ("CPU", r"^cpu: (.+)"),
 )
-GPU_NAMES = re.compile(r"Properties\(name='([^']+)'|^\|\s+\d+\s+(\S.+?)\s+(?:On|Off|N/A)?\s*\|", re.MULTILINE)
 
 
 @dataclass
@@ -102,15 +106,15 @@ class RunLog:
     def facts(self) -> dict[str, str]:
         """The environment in comparable pieces: versions, devices, ranks; without times of day, temperatures and loads."""
         found = {name: match[1] for name, pattern in FACTS if (match := re.search(pattern, self.environment, re.MULTILINE))}
-        gpus = Counter(a or b for a, b in GPU_NAMES.findall(self.environment))
-        if gpus:
-            found["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(gpus.items()))
+        if names := Counter(name for name, _ in gpus(self.environment)):
+            found["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(names.items()))
         return found
 
     @property
     def recipe_settings(self) -> dict[str, str]:
-        """The settings in which runs of one experiment agree."""
-        return {name: value for name, value in self.settings.items() if name not in MAY_DIFFER_BETWEEN_RUNS}
+        """The settings in which runs of one experiment agree; of data the folder's name, as folders move."""
+        kept = {name: value for name, value in self.settings.items() if name not in MAY_DIFFER_BETWEEN_RUNS}
+        return kept | {"data": repr(PurePath(kept["data"].strip("'\"")).name)} if "data" in kept else kept
 
     @property
     def script(self) -> tuple[str, bytes]:
@@ -147,6 +151,9 @@ def parse_log(data: bytes, path: Path = Path("log")) -> RunLog:
     text, nul, _ = data.partition(b"\0")
     if nul:
         log.problems.append(f"read up to byte {len(text)}: there begin NUL bytes, which no text holds")
+    if text.count(b"\n") == text.count(b"\r\n") > 0:  # no run writes such step lines
+        text = text.replace(b"\r\n", b"\n")
+        log.problems.append("every line ends as Windows ends it: read, and its sources given back, with line breaks alone")
     if not text.strip():
         log.fault = "binary" if nul else "empty"
         return log
@@ -174,7 +181,14 @@ def split_header(text: bytes, log: RunLog) -> int | None:
         if re.search(rb"^(?:import|from|def|class) \w", text, re.MULTILINE):
             log.fault = "cut short within its sources: no rule of = ends them"
         return None
-    end = first_whole(text, start, ends, lambda end: all(map(parses, sources_until(text, start, end, rules).values())))
+    effort = Effort(len(text))
+    end = first_whole(
+        text,
+        start,
+        ends,
+        lambda end: all(map(effort.parses, sources_until(text, start, end, rules, effort).values())),
+        effort,
+    )
     if end is None:
         log.fault = "cut short within its sources: no rule of = ends them, but within a string"
         return None
@@ -182,7 +196,11 @@ def split_header(text: bytes, log: RunLog) -> int | None:
     if not ended:  # the script's name and the format are not known then, so its sources would be guesses
         log.fault = "cut short within its environment: no rule ends it, no step line follows"
         return None
-    log.sources = sources_until(text, start, end, rules)
+    log.sources = sources_until(text, start, end, rules, effort)
+    if effort.left < 0:
+        log.problems.append(
+            "its sources were too tangled to search for their ends: some may end where a banner only seems to be"
+        )
     if not log.sources:
         log.problems.append("no sources: nothing stands before the environment")
     return body
@@ -199,14 +217,16 @@ def environment_after(text: bytes, start: int, rules: list[tuple[int, int]]) -> 
     return text[start:end].decode("utf-8", "replace").strip("\r\n"), body, bool(following or line)
 
 
-def sources_until(text: bytes, start: int, end: tuple[int, int], rules: list[tuple[int, int]]) -> dict[str, bytes]:
+def sources_until(
+    text: bytes, start: int, end: tuple[int, int], rules: list[tuple[int, int]], effort: "Effort"
+) -> dict[str, bytes]:
     """The sources from `start` on, were `end` the rule that ends them."""
     environment, _, _ = environment_after(text, end[1], rules)
     sources = text[start : end[0]]
     modern = re.match(r"(?:Running )?Python\b", environment)
     if not text.startswith(b"=" * 20) and (modern or sources.endswith(b"\n\n")):
         sources = sources[:-1]  # print() ended it, with a line break that is not its own
-    return split_sources(sources, environment)
+    return split_sources(sources, environment, effort)
 
 
 def find_rules(text: bytes, start: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -230,8 +250,28 @@ def find_rules(text: bytes, start: int) -> tuple[list[tuple[int, int]], list[tup
     return of_equals, of_equals
 
 
+class Effort:
+    """How far to search in a log's header, so that no text takes longer than in proportion to its size."""
+
+    def __init__(self, size: int):
+        self.left = EFFORT[0] * size + EFFORT[1]
+
+    def spend(self, cost: int) -> bool:
+        """May that be done?"""
+        self.left -= cost + A_SEARCH
+        return self.left >= 0
+
+    def parses(self, source: bytes) -> bool:
+        """Is it Python, to the last line? No, once too much was parsed."""
+        return self.spend(len(source)) and parses(source)
+
+
 def first_whole(
-    text: bytes, start: int, ends: Iterable[tuple[int, int]], whole: Callable[[tuple[int, int]], bool]
+    text: bytes,
+    start: int,
+    ends: Iterable[tuple[int, int]],
+    whole: Callable[[tuple[int, int]], bool],
+    effort: Effort,
 ) -> tuple[int, int] | None:
     """The first of `ends` up to which the text from `start` is whole: sources may hold lines like any of a log's.
 
@@ -250,10 +290,12 @@ def first_whole(
             inside.append(end)
             continue
         outside = outside or end
-        if parsed < MAX_PARSES and whole(end):
+        if effort.left < 0 or parsed >= MAX_PARSES:
+            return outside
+        if whole(end):
             return end
         parsed += 1
-    return next((end for end in inside[: max(MAX_PARSES - parsed, 0)] if whole(end)), outside)
+    return next((end for end in inside[: MAX_PARSES - parsed] if effort.left >= 0 and whole(end)), outside)
 
 
 @lru_cache(maxsize=128)
@@ -267,13 +309,13 @@ def parses(source: bytes) -> bool:
         return False
 
 
-def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
+def split_sources(text: bytes, environment: str, effort: Effort) -> dict[str, bytes]:
     """The files that banners join, by path. The environment's last line names the first; train_gpt.py where it does not."""
     settings = SETTINGS_LINE.search(environment)
     name, files, start = settings[1] if settings else "train_gpt.py", {}, 0
     seen = {name}  # a banner with one of these names is text within a source
     spaced = environment.startswith("Running")  # the public speedrun's script puts empty lines around its banner
-    while banner := next_banner(text, start, seen):
+    while banner := next_banner(text, start, seen, effort):
         files[name] = text[start : banner[0]]
         if spaced:
             files[name] = files[name].removesuffix(b"\n")
@@ -285,14 +327,14 @@ def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
     return {**files, name: text[start:]} if text.strip() else {}
 
 
-def next_banner(text: bytes, start: int, seen: set[str]) -> tuple[int, int] | None:
+def next_banner(text: bytes, start: int, seen: set[str], effort: Effort) -> tuple[int, int] | None:
     """(start, end) of the banner after the file that begins at `start`; None if it is the last. seen: no banner's name."""
     banners = (m.span() for m in BANNER.finditer(text, start) if banner_name(m) not in seen)
     first = next(banners, None)
     if first is None:
         return None
     last = (len(text), len(text))
-    end = first_whole(text, start, chain([first], banners, [last]), lambda end: parses(text[start : end[0]]))
+    end = first_whole(text, start, chain([first], banners, [last]), lambda end: effort.parses(text[start : end[0]]), effort)
     return None if end == last else end
 
 
@@ -339,7 +381,9 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
     log.total = int(totals[-1]) if totals and log.total is None else log.total
     back = order != sorted(order) and next((a, b) for a, b in pairwise(order) if b < a)
     log.fault = (
-        f"step {back[1]} comes after step {back[0]}: more than one run in a log" if back else incomplete(log, order, body)
+        f"step {back[1]} comes after step {back[0]}: more than one run in a log"
+        if back
+        else wrong_time(log) or incomplete(log, order, body)
     )
 
 
@@ -358,6 +402,30 @@ def read_line(line: bytes, text: bytes, log: RunLog) -> tuple[int, int | None, f
         number = text.count(b"\n", 0, text.find(line)) + 1
         log.problems.append(f"line {number}: no {' and no '.join(unreadable)} in {line[:60].decode('utf-8', 'replace')!r}")
     return (int(step[1]), int(step[2]) if step[2] else None, *fields) if step else None
+
+
+def wrong_time(log: RunLog) -> str:
+    """Which of its times no clock can have shown; "" if there is none. A hundredth of going back may be one of two clocks'."""
+    before, before_step, untimed = 0.0, 0, min(UNTIMED, max(log.times, default=0) // 4)
+    told = [(step, time) for step, time in log.times.items()]
+    for step, time in sorted(told + [(step, time) for step, _, time in log.validations if time is not None]):
+        if not 0 <= time < LONGEST:
+            return f"wrong time: {time:g} ms at step {step}"
+        if step > untimed and time < 0.99 * before - 1:
+            return f"wrong time: {time:g} ms at step {step}, after {before:g} ms at step {before_step}"
+        before, before_step = time, step
+    return ""
+
+
+def at_step(log: RunLog, step: int) -> RunLog:
+    """The log as if its run had ended at `step`: nothing after it counts. Its fault, if there was no validation."""
+    kept = [validation for validation in log.validations if validation[0] <= step]
+    times = {at: time for at, time in log.times.items() if at <= step}
+    cut = replace(log, validations=kept, times=times, total=step, problems=log.problems + [f"read up to step {step} alone"])
+    if not log.fault or log.fault.startswith(("crashed", "cut short at")):
+        order = sorted({*times, *(at for at, _, _ in kept)})
+        cut.fault = wrong_time(cut) or incomplete(cut, order, b"") if order and order[-1] == step else f"it has no step {step}"
+    return cut
 
 
 def incomplete(log: RunLog, order: list[int], body: bytes) -> str:
@@ -379,3 +447,88 @@ def incomplete(log: RunLog, order: list[int], body: bytes) -> str:
     if log.total is not None and last < log.total:
         return f"cut short at step {of_total}"
     return f"cut short at step {of_total}: no validation loss there"
+
+
+# -----------------------------------------------------------------------------
+# What made a run, and where: by the parts of its environment, as it started and at each resumption
+
+RESUMED = re.compile(r"^resumed at step (\d+) from .*, with (?:the same|changed) source.*$", re.MULTILINE)
+CUDA_DEVICE = re.compile(r"Properties\(name='([^']+)'(?:[^\n]{0,400}?\buuid=([\w-]+))?")
+SMI_ROW = re.compile(
+    r"^\| {1,9}\d{1,3} {1,9}(\S[^|\n]{0,80}?) {1,60}(?:On|Off|N/A)? {0,9}\| {1,9}([\dA-Fa-f]{4,8}(?::[\dA-Fa-f]{2}){2}\.\d)",
+    re.MULTILINE,
+)
+MADE_WITH = ("PyTorch", "CUDA", "Triton", "attention", "ranks")  # of FACTS
+MACHINE = (
+    ("host", r"(?im)^host(?:name)?\s*[:=]\s*(\S+)"),
+    ("driver", r"\bDriver Version: (\S+)"),
+    ("kernel", r"(?m)^(\S+), \d+ ranks$"),
+    ("CPU", r"(?m)^cpu: (.+ cores)\b"),
+    ("ranks", r"(?m), (\d+) ranks$"),
+)
+DATES = (
+    (r"(?m)^(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d) (?:[A-Z]+ )?(\d{4})\s*$", "%a %b %d %H:%M:%S %Y"),  # nvidia-smi's
+    (r"\brun_id='(\d{8})-(\d{6})-", "%Y%m%d %H%M%S"),
+)
+
+
+def environment_parts(log: RunLog) -> list[tuple[str, str]]:
+    """(environment, diff of the sources) as the run started, without a diff, and at each resumption."""
+    marks = [*RESUMED.finditer(log.environment)]
+    starts = [0, *(mark.start() for mark in marks)]
+    parts = []
+    for start, end in zip(starts, [*starts[1:], len(log.environment)], strict=True):
+        text = log.environment[start:end]
+        line = SETTINGS_LINE.search(text) if start else None
+        split = line.end() if line else len(text)
+        parts.append((text[:split], text[split:].strip("\n")))
+    return parts
+
+
+def gpus(environment: str) -> list[tuple[str, str]]:
+    """(name, UUID or bus id or "") of each GPU that a part of an environment lists."""
+    return CUDA_DEVICE.findall(environment) or SMI_ROW.findall(environment)
+
+
+def made_with(log: RunLog) -> dict[str, str]:
+    """What runs of one kind share beside sources and settings: versions, GPUs, ranks, and resumptions with changed source."""
+    patterns = [(name, pattern) for name, pattern in FACTS if name in MADE_WITH]
+    found: dict[str, list[str]] = {}
+    for environment, _ in environment_parts(log):
+        facts = {name: match[1] for name, pattern in patterns if (match := re.search(pattern, environment, re.MULTILINE))}
+        if names := Counter(name for name, _ in gpus(environment)):
+            facts["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(names.items()))
+        for name, value in facts.items():
+            found.setdefault(name, []).append(value)
+    shared = {name: " then ".join(dict.fromkeys(values)) for name, values in found.items()}
+    changes = "\n".join(diff for _, diff in environment_parts(log) if diff)
+    return shared | ({"resumption with changed source": changes} if changes else {})
+
+
+def machines(log: RunLog) -> list[dict[str, str]]:
+    """Where it ran, as started and at each resumption, as far as the log tells: see MACHINE; GPUs and their ids."""
+    found = []
+    for environment, _ in environment_parts(log):
+        machine = {name: match[1] for name, pattern in MACHINE if (match := re.search(pattern, environment))}
+        if listed := gpus(environment):
+            machine["GPUs"] = ", ".join(name for name, _ in listed)
+            if all(number for _, number in listed):
+                machine["GPU ids"] = ", ".join(sorted(number.lower() for _, number in listed))
+        found.append(machine)
+    return found
+
+
+def started(log: RunLog) -> datetime | None:
+    """When, in the machine's own time zone: from nvidia-smi's table or the run's id; None if neither tells."""
+    for pattern, form in DATES:
+        if match := re.search(pattern, log.environment):
+            try:
+                return datetime.strptime(f"{match[1]} {match[2]}", form)
+            except ValueError:
+                continue
+    return None
+
+
+def resumed_at(log: RunLog) -> list[int]:
+    """The steps at which it was resumed."""
+    return [int(mark[1]) for mark in RESUMED.finditer(log.environment)]

@@ -7,12 +7,16 @@ state_dict(), load_state_dict(state), layout(step): shapes and dtypes of the who
 own_rows: slices by label, and contradictions(state, step): what cannot be, a sentence each.
 """
 
+import contextlib
 import difflib
 import functools
 import hashlib
 import io
 import math
+import os
+import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +25,10 @@ import torch
 from torch import Tensor
 
 from data.shards import whole_file
-from runtime.log import RULE
-from runtime.options import MAY_CHANGE_ON_RESUME
-from runtime.ranks import Ranks, tell
+from launch.console import tell
+from runtime.log import RULE, same_run
+from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
+from runtime.ranks import Ranks
 
 MAGIC = b"bankrun checkpoint 2\n"  # then the SHA-256 of the rest, 32 bytes, then the rest: what torch.save writes
 LATEST = "latest"
@@ -67,59 +72,93 @@ def differences(found: Any, expected: Any, name: str = "") -> list[str]:
 
 
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
-    """Save, then delete all but the newest `keep` of the folder. Raises OSError; the earlier ones are then untouched."""
+    """Save, then delete all but this and the last `keep` - 1 before it. Raises OSError; the earlier ones are then untouched."""
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     payload = buffer.getbuffer()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.writelines((MAGIC, hashlib.sha256(payload).digest(), payload))
-    for old in checkpoints(path.parent)[keep:]:
-        old.unlink(missing_ok=True)
+    others = [old for old in checkpoints(path.parent) if old.name != path.name]
+    for old in sorted(others, key=lambda old: step_of(old) > step_of(path))[keep - 1 :]:  # first those of a course left
+        try:
+            old.unlink(missing_ok=True)
+        except OSError as error:
+            tell(f"{old}: cannot be deleted: {error.strerror}")
+
+
+def step_of(path: Path) -> int:
+    """By its name; -1 if that is no checkpoint's."""
+    match = re.fullmatch(r"step_(\d+)\.pt", path.name)
+    return int(match[1]) if match else -1
 
 
 def checkpoints(folder: Path, run: str = ".") -> list[Path]:
-    """Those of a run, or of all ("*"), newest first."""
-    return sorted(folder.glob(f"{run}/step_*.pt"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    """Those of a run, last step first; or of all runs ("*"), then first of the one that wrote last."""
+    found, written = [path for path in folder.glob(f"{run}/step_*.pt") if step_of(path) >= 0], {}
+    for path in found:
+        with contextlib.suppress(FileNotFoundError):  # its run goes on, and deletes
+            written[path.parent] = max(path.lstat().st_mtime_ns, written.get(path.parent, 0))
+    return sorted(found, key=lambda path: (written.get(path.parent, 0), path.parent, step_of(path)), reverse=True)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What write_checkpoint saved. Nothing is unpickled but tensors and plain types. Raises CheckpointError."""
     try:
-        data, start = path.read_bytes(), len(MAGIC) + 32
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if not data.startswith(MAGIC):
-        raise CheckpointError(f"{path}: not a checkpoint of this version (begins with {data[: len(MAGIC)]!r})")
-    if hashlib.sha256(memoryview(data)[start:]).digest() != data[len(MAGIC) : start]:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # no wait for a FIFO
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CheckpointError(f"{path}: not a regular file")
+            if (magic := file.read(len(MAGIC))) != MAGIC:
+                raise CheckpointError(f"{path}: not a checkpoint of this version (begins with {magic!r})")
+            digest, payload = file.read(32), file.read()
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', '') or repr(error)}") from error
+    if hashlib.sha256(payload).digest() != digest:
         raise CheckpointError(f"{path}: damaged or cut short, its SHA-256 is another: resume from an earlier checkpoint")
     try:
-        saved = torch.load(io.BytesIO(data[start:]), map_location="cpu", weights_only=True)
+        saved = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except Exception as error:  # the file's fault, whatever torch.load makes of it
         raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {error}") from error
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{path}: holds a {type(saved).__name__} instead of a run's state")
+    if not isinstance(saved, dict) or not saved:
+        raise CheckpointError(f"{path}: holds {f'a {type(saved).__name__}' if saved else 'nothing'} instead of a run's state")
     return saved
 
 
 def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that --resume means; 'latest' passes over damaged ones, and says so. Raises CheckpointError."""
+    """The checkpoint that --resume means; 'latest' passes over unusable ones, and says so. Raises CheckpointError."""
     if resume != LATEST:
         return Path(resume), read_checkpoint(Path(resume))
     for path in checkpoints(Path(log_dir, run_id), "." if run_id else "*"):
         try:
-            return path, read_checkpoint(path)
+            return path, check_course(path, read_checkpoint(path))
         except CheckpointError as error:
             tell(f"passed over {error}")
-    raise CheckpointError(f"--resume={LATEST}: no usable checkpoint in {Path(log_dir) / (run_id or '*')}: start without it")
+    where = Path(log_dir) / (run_id or "*")
+    raise CheckpointError(f"{LATEST}: no usable checkpoint in {where}: name a file, or train without --resume")
 
 
-def check_room(folder: Path, layout: dict[str, Any], keep: int) -> None:
-    """Raise OSError if folder does not take `keep` checkpoints of this layout and one being written: before training."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(folder / "probe") as file:
-        file.write(b"probe")
-    (folder / "probe").unlink()
-    files, free = max(1, keep + 1 - len(checkpoints(folder))), shutil.disk_usage(folder).free
+def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
+    """What was saved. Raises CheckpointError if that is another step's, or its run's log is there and says something else."""
+    if saved.get("step") != step_of(path):
+        raise CheckpointError(f"{path}: holds step {saved.get('step')}")
+    log, file = saved.get("log"), path.parent.with_name(f"{path.parent.name}.txt")
+    texts = isinstance(log, dict) and all(isinstance(log.get(name), str) for name in ("header", "lines"))
+    if texts and f"\n{RULE}\n" in log["header"] and not same_run(file, log):
+        raise CheckpointError(f"{path}: {file} is another run's, or the run went on from an earlier step")
+    return saved
+
+
+def check_room(folder: Path, layout: dict[str, Any], keep: int, saves: int) -> None:
+    """Raise OSError if folder does not take `saves` checkpoints of this layout, `keep` and one in the making at a time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(folder / "probe") as file:
+            file.write(b"probe")
+        (folder / "probe").unlink()
+    except OSError as error:  # a full disk names no file
+        raise OSError(f"{folder}: cannot be written: {error.strerror}: make room, or give another --log_dir") from error
+    there, free = len(checkpoints(folder)), shutil.disk_usage(folder).free
+    files = max(1, min(keep + 1, there + saves) - there)
     if (size := files * sum(x.nbytes for _, x in leaves(layout) if isinstance(x, Tensor))) > free:
         need = f"{files} checkpoints need {size:,} bytes, {free:,} are free"
         raise OSError(f"{folder}: {need}: make room or lower --keep_checkpoints")
@@ -145,7 +184,7 @@ def load_whole_state(manager: Any, whole: dict[str, Any], ranks: Ranks) -> None:
     manager.load_state_dict({**whole, "sharded": sharded, "partial": partial})
 
 
-def check_fits(path: Path, saved: dict[str, Any], settings: dict[str, Any], shards: dict[str, int]) -> None:
+def check_fits(path: Path, saved: dict[str, Any], settings: dict[str, Any], shards: dict[str, str]) -> None:
     """Raise CheckpointError, with the first differences, if the checkpoint is of other settings or other shards."""
     faults = []
     for kind, here in (("hyperparameters", settings), ("shards", shards)):
@@ -171,7 +210,7 @@ def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) ->
     if not faults:
         rules = (
             (0 <= saved["seconds"] < math.inf, f"seconds is {saved['seconds']}, must be 0 or more and finite"),
-            (Path(saved["run_id"]).name == saved["run_id"] != "", f"run_id is {saved['run_id']!r}, must be a file's name"),
+            (is_plain_name(saved["run_id"]), f"run_id is {saved['run_id']!r}, must be a file's name"),
             (f"\n{RULE}\n" in saved["log"]["header"], "log.header has no line of 100 = that ends the sources"),
         )
         faults = [fault for holds, fault in rules if not holds]

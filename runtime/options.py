@@ -3,17 +3,19 @@
 import argparse
 import dataclasses
 import math
+import re
 from typing import Any, get_type_hints
 
 # Settings that say what is written, and where: they do not make another run.
 OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "sample_tokens", "save_every", "keep_checkpoints", "resume"})
-MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # shards may move: their sizes are compared
-MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed"}  # of one experiment, whose mean is taken
+MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # shards may move: their tokens are compared
+MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one experiment, whose mean is taken
 
 
-def setting(default: Any, meaning: str, least: int = 1, choices: tuple[str, ...] = ()) -> Any:
-    """A field of a settings dataclass. least: of a whole number; choices: of a text; floats are positive and finite."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "choices": choices})
+def setting(default: Any, meaning: str, least: int = 1, choices: tuple[str, ...] = (), path: bool = False) -> Any:
+    """A field of a settings dataclass. least: of a whole number; choices: of a text; path: a text that is
+    a path, which launch/start.py makes the project's where none is given; floats are positive and finite."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "choices": choices, "path": path})
 
 
 def check_values(settings: Any) -> None:
@@ -22,7 +24,7 @@ def check_values(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value, least, choices = getattr(settings, field.name), field.metadata["least"], field.metadata["choices"]
         if types[field.name] is int and not least <= value < 2**40:
-            limit = "below 2**40" if value > 0 else "positive" if least else "0 or more"
+            limit = "below 2**40" if value >= least else f"{least} or more" if least != 1 else "positive"
             raise ValueError(f"--{field.name}={value}: must be {limit}")
         if types[field.name] is float and not 0 < value < math.inf:
             raise ValueError(f"--{field.name}={value}: must be positive and finite")
@@ -30,10 +32,20 @@ def check_values(settings: Any) -> None:
             raise ValueError(f"--{field.name}={value}: must be {' or '.join(choices)}")
 
 
+def is_plain_name(text: str) -> bool:
+    """Can this be a file's name anywhere, short enough for an ending, without a meaning to a shell, glob or terminal?"""
+    return re.fullmatch(r"\w[\w.+=@,:~ ()-]*", text) is not None and text.isprintable() and len(text.encode()) <= 200
+
+
 def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: list[str] | None = None) -> Any:
-    """The preset's settings, changed by --name=value in argv, or the process's own: what is wrong ends it, with code 2."""
+    """The preset's settings, changed by --name=value in argv, or the process's own: what is wrong ends it, with code 2.
+    No preset: the first one on a GPU, else the last."""
+    import torch  # not above: the tools in records/ need none
+
+    preset = preset or [*presets][0 if torch.cuda.is_available() else -1]
     about = f"Train by the speedrun's recipe. The preset here is {preset!r}; options override its settings."
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=about)
+    usage = "%(prog)s [--option=value …], listed by --help"
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=about, usage=usage)
     parser.add_argument("--preset", choices=presets, default=preset, help="sizes and schedule to start from")
     for field in dataclasses.fields(settings):
         others = "".join(f"; {name}: {changes[field.name]}" for name, changes in presets.items() if field.name in changes)

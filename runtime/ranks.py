@@ -1,45 +1,20 @@
-"""The ranks of a run: joining, agreeing on errors, signals. A rank never waits for one that has left."""
+"""The ranks of a run: joining, and agreeing on errors. A rank never waits for one that has left."""
 
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launch.console import AgreedError, RunError
+
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
-STOP_TIMEOUT = 25.0  # seconds for all ranks to obey a signal, less than a launcher's 30
-
-
-class RunError(RuntimeError):
-    """A run that cannot go on; its message is all that the user needs."""
-
-
-class AgreedError(RunError):
-    """A RunError that every rank raises; the first one tells."""
-
-
-class Stopped(RunError):
-    """SIGTERM or Ctrl-C, obeyed by all ranks: Stopped(message, exit code)."""
-
-
-def tell(message: str) -> None:
-    """A line on stderr, led by the program's name."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-
-
-def leave(message: str, code: int) -> None:
-    """Tell, and end this process at once: a broken process group would wait for the ranks that have gone."""
-    tell(message)
-    os._exit(code)
 
 
 class Ranks(NamedTuple):
@@ -136,59 +111,3 @@ def environment_number(name: str, default: int, least: int = 0) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise RunError(f"{name}={text!r} in the environment: must be a number from {least} on: start with torchrun or unset it")
     return int(text)
-
-
-class Signals:
-    """SIGTERM and Ctrl-C, heard in a thread: the main one may be waiting for a rank that has gone.
-
-    While `in_training`, the first one is only `received`: all ranks obey once they have `agreed`, at the end of a step. A
-    second one, or one at another time, ends the process at once, with code 128 + signal.
-    """
-
-    def __init__(self):
-        self.received, self.agreed = 0, 0  # signal numbers, 0 for none
-        self.in_training, self.has_peers = False, False
-
-    def __enter__(self) -> Self:
-        (self.heard, self.speak), self.previous = os.pipe(), {}
-        if threading.current_thread() is threading.main_thread():  # no other can set handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as for a command that a shell has put in the background
-                    self.previous[number] = signal.signal(number, lambda *_: None)
-            os.set_blocking(self.speak, False)
-            self.previous_fd = signal.set_wakeup_fd(self.speak)
-        self.thread = threading.Thread(target=self._listen, daemon=True, name="signals")
-        self.thread.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        # Told while SIGTERM, which a launcher now sends, is heard. gloo has no type of its own for a peer that has gone.
-        lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-        if lost and not isinstance(error, RunError):
-            leave(f"error: rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}", 1)
-        for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
-            signal.signal(number, signal.SIG_IGN if self.agreed and self.has_peers else handler)
-        if self.previous:
-            signal.set_wakeup_fd(self.previous_fd)
-        self.in_training = False
-        os.write(self.speak, b"\0")  # a forked child may hold this end open
-        self.thread.join()
-        os.close(self.speak)
-        os.close(self.heard)
-
-    def _listen(self) -> None:
-        while number := os.read(self.heard, 1)[0]:
-            if number not in self.previous:
-                continue
-            name = signal.Signals(number).name
-            if self.received or not self.in_training:
-                leave(f"{name}: ended at once; a launcher sends SIGTERM to all ranks when one of them has died", 128 + number)
-            self.received = number
-            tell(f"{name}: ends after this step; a second one ends it at once")
-            if self.has_peers:
-                threading.Thread(target=self._give_up, args=(number,), daemon=True).start()
-
-    def _give_up(self, number: int) -> None:
-        time.sleep(STOP_TIMEOUT)
-        if self.in_training:
-            leave(f"the step did not end within {STOP_TIMEOUT:.0f} s: another rank has died or hangs", 128 + number)

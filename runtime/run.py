@@ -1,30 +1,41 @@
 """Start, pauses and stop of a run: what stands around the recipe's loop and is not timed."""
 
+import atexit
 import dataclasses
+import gc
 import math
+import os
 import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Self
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from data.loader import FetchedAhead
+from data.shards import lock_run
+from launch.console import RunError, Stopped, tell
+from launch.machine import machine_facts, peak_memory
+from launch.signals import FAULT, Signals
+from launch.sources import Sources
 from runtime import checkpoints
-from runtime.log import Clock, Log, StepReport, environment, log_header, peak_memory, step_line
-from runtime.ranks import Ranks, RunError, Signals, Stopped
-from runtime.sources import Sources
+from runtime.log import Clock, Log, StepReport, log_header, step_line
+from runtime.ranks import Ranks
 
 
 class Run:
     """One run of a script, from its start or a checkpoint's step to its log's last line.
 
-    All ranks call, in order: open, restore, start_clock; for each step paused, where must_pause or the recipe wants to, then
-    report_loss before its last backward pass, agree_on_loss before its update, end_step after it; at last finish. settings: a
-    dataclass with log_dir, run_id, resume, save_every, keep_checkpoints and total_iterations. manager: what checkpoints.py
-    needs, batch_tokens(step), and live_tensors(): {"weights" and "gradients": {label: tensor}}.
+    In a with block, all ranks call, in order: open, restore, start_clock, ahead; for each step paused, where must_pause or the
+    recipe wants to, then report_loss before its last backward pass, agree_on_loss before its update, end_step after it; at last
+    finish. settings: a dataclass with log_dir, run_id, resume, save_every, keep_checkpoints and total_iterations. manager: what
+    checkpoints.py needs, batch_tokens(step), and live_tensors(): {"weights" and "gradients": {label: tensor}}.
     """
 
     def __init__(self, settings: Any, ranks: Ranks, signals: Signals, sources: Sources):
@@ -33,11 +44,22 @@ class Run:
         self.first_step, self.total = 0, settings.total_iterations
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.pending: StepReport | None = None  # on a GPU, of a step that is launched and not yet through
+        self.faults, self.unsaved, self.lock = [], "", None  # data that fail on this rank; a save that failed, on the first
 
-    def open(self, manager: Any, shards: dict[str, int], facts: list[str]) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.lock:
+            with suppress(OSError):
+                if os.path.samestat(os.stat(self.lock.name), os.fstat(self.lock.fileno())):
+                    os.unlink(self.lock.name)
+            self.lock.close()
+
+    def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
         """Find and check the checkpoint to resume, check the room for new ones, open the log. Raises AgreedError.
 
-        shards: names and bytes; the resumed run's must be the same. facts: lines for the log's environment.
+        shards: names and contents; the resumed run's must be the same. facts: lines for the log's environment.
         """
         s, ranks, self.manager, self.shards = self.settings, self.ranks, manager, shards
         run_id, path = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}", None
@@ -48,13 +70,16 @@ class Run:
             self.resumed, self.first_step, self.clock.before, run_id = saved, saved["step"], saved["seconds"], saved["run_id"]
         ranks.check_same(f"{path} at step {self.first_step}")
         s.run_id = s.run_id or run_id
-        self.folder = Path(s.log_dir) / s.run_id
-        room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints)
+        self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
+        self.lock = ranks.on_all(*(lock_run, Path(s.log_dir, f"{s.run_id}.lock"), tell) if ranks.first else (str,))
+        room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves)
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
-        here, sources = environment(ranks, self.sources.script, s, facts), self.sources.imported()
-        header = checkpoints.resumption_note(path, saved, sources, here) if s.resume else log_header(sources, here)
+        facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
+        sources = self.sources.imported()
+        header = checkpoints.resumption_note(path, saved, sources, facts) if s.resume else log_header(sources, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))
+        self.log.show("warm-up: every shape of the schedule" + ", compiled: minutes" * getattr(s, "compile", False))
 
     def restore(self) -> None:
         """The checkpoint's state, if one is resumed, into the manager's model and optimizer."""
@@ -63,14 +88,27 @@ class Run:
             self.resumed = None  # as large as the model with its optimizer
 
     def start_clock(self) -> None:
-        """From here on time counts, and a signal waits for the end of its step."""
+        """From here on time counts, and a signal waits for the end of its step. Garbage is collected before, what is left never
+        again: after compiling, one full collection takes most of a second, and all ranks wait for the slowest."""
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # what ends with the process has not leaked
         self.tokens, self.tokens_done = (sum(map(self.manager.batch_tokens, range(n))) for n in (self.total, self.first_step))
         self.signals.in_training, self.signals.has_peers = True, self.ranks.world_size > 1
         self.clock.start()
 
+    def ahead(self, open_batches: Callable[[], Iterator], share: int, steps: int) -> Iterator:
+        """The micro-batches of so many steps, `share` in each, fetched a step early: if that fails on any rank, the run ends
+        after the step before, saved. Called by all ranks."""
+        batches = FetchedAhead(open_batches, share, steps, self.faults)
+        if any(self.ranks.gather(self.faults)):
+            self.signals.agreed = FAULT
+            batches.close()
+        return iter(batches)
+
     def report_loss(self, step: int, loss: Tensor) -> None:
         """Send this rank's loss, 0-dim, on its way to all, behind the step's last backward pass."""
-        self.current = StepReport(step, loss, self.signals.received, self.ranks)
+        self.current = StepReport(step, loss, self._stop(), self.ranks)
 
     def agree_on_loss(self, step: int) -> None:
         """Wait for all ranks' losses and signals. Raises AgreedError, naming parameters, for a loss that is not finite."""
@@ -99,7 +137,7 @@ class Run:
         self.log.progress(step_line(number, self.total, seconds), live)
 
     def must_pause(self, step: int) -> bool:
-        """Is a checkpoint due before `step`, or a signal to be obeyed?"""
+        """Is a checkpoint due before `step`, or did all ranks agree to stop?"""
         return bool(self.signals.agreed) or self._saves(step)
 
     def _saves(self, step: int) -> bool:
@@ -108,23 +146,26 @@ class Run:
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
-        """The clock stands. Saves if that is due; raises Stopped, before or after the block, once all ranks agreed to."""
+        """The clock stands. Saves if that is due; stops the run, before or after the block, once all ranks agreed to."""
         self._write_pending()
         self.clock.stop()
         if self._saves(step) and not self.signals.agreed:
             self._save(step)
-        self._obey_signal(step)
+        self._stop_if_agreed(step)
         yield
-        self._obey_signal(step)
+        self._stop_if_agreed(step)
         self.clock.start()
 
+    def _stop(self) -> int:
+        return self.signals.received or FAULT * bool(self.faults)
+
     def heard_signal(self, loss: Tensor) -> bool:
-        """Within a pause: has any rank received a signal? loss: any 0-dim tensor on the ranks' device."""
-        _, self.signals.agreed = StepReport(0, loss, self.signals.received, self.ranks).read()
+        """Within a pause: has any rank received a signal, or bad data? loss: any 0-dim tensor on the ranks' device."""
+        _, self.signals.agreed = StepReport(0, loss, self._stop(), self.ranks).read()
         return bool(self.signals.agreed)
 
     def log_validation(self, step: int, loss: float) -> None:
-        """Write a validation's line, unless a signal cut it short. Raises AgreedError for numbers that are not finite."""
+        """Write a validation's line, unless it was cut short. Raises AgreedError for numbers that are not finite."""
         if not self.signals.agreed:
             if (culprits := self._name_non_finite()) or not math.isfinite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
@@ -149,28 +190,66 @@ class Run:
             saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.sources.imported()}
             try:
                 checkpoints.write_checkpoint(path, {**saved, "state": state}, settings.keep_checkpoints)
-            except OSError as error:
-                message = f"no checkpoint of step {step}: {path}: {error.strerror}"
-                self.log.show(f"{message}: the run goes on")
-                return message
-            return f"checkpoint {path}"
+                self.unsaved = ""
+            except (OSError, MemoryError) as error:
+                self.unsaved = f"no checkpoint of step {step}: {path}: {getattr(error, 'strerror', '') or repr(error)}"
+                self.log.write(self.unsaved, console=True)
+            return self.unsaved or f"checkpoint {path}"
 
         return self.ranks.on_all(write if self.ranks.first else str)
 
-    def _obey_signal(self, step: int) -> None:
-        if self.signals.agreed:
-            kept = self._save(step) if self.settings.save_every else "no checkpoint, as --save_every=0"
-            message = f"stopped by {signal.Signals(self.signals.agreed).name} after step:{step}/{self.total}: {kept}"
-            self.log.write(message, console=True)
-            self.log.close()
-            self.ranks.leave_together()
-            raise Stopped(message, 128 + self.signals.agreed)
+    def _stop_if_agreed(self, step: int) -> None:
+        """Save, tell, and raise Stopped after a signal, AgreedError after a fault."""
+        if not (agreed := self.signals.agreed):
+            return
+        kept = self._save(step) if self.settings.save_every else "no checkpoint, as --save_every=0"
+        faults = [f"; rank {rank}: {fault[0]}" for rank, fault in enumerate(self.ranks.gather(self.faults)) if fault]
+        name = "bad data" if agreed == FAULT else signal.Signals(agreed).name
+        message = f"stopped by {name} after step:{step}/{self.total}: {kept}{''.join(faults[:1])}"
+        self.log.write(message, console=True)
+        self.log.close()
+        self.ranks.raise_together(RunError(message) if agreed == FAULT else None)
+        raise Stopped(message, 128 + agreed)
 
     def finish(self, sample: Callable[[], str] | None = None) -> None:
-        """A sample of the model's text, if any, and the log's last line."""
+        """A sample of the model's text, if any, and the log's last line. Raises AgreedError if that or a checkpoint lacks."""
         self.signals.in_training = False
         if sample and self.ranks.first:
-            self.log.write(f"sample, after a prompt from the validation shard:\n{sample()}", console=True)
+            try:
+                self.log.write(f"sample, after a prompt from the validation shard:\n{sample()}", console=True)
+            except Exception as error:  # the run is through: a shard or an encoding that has gone meanwhile ends no good run
+                self.log.write(f"no sample: {type(error).__name__}: {error}", console=True)
         self.log.write(peak_memory(self.ranks.device), console=True)
         self.log.close()
-        self.ranks.leave_together()
+        lacks = f"{self.log.path} lacks its last lines" if self.log.unwritten else self.unsaved
+        self.ranks.raise_together(RunError(f"all steps are done, but {lacks}") if lacks else None)
+
+
+def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
+    """Raise ValueError or OSError for what one process can know before the ranks start; they check it again, together.
+
+    script: with build and check_shards. settings: checked. Returns the bytes of a rank's weights, gradients and optimizer.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # a group of any size, of which one process is there
+
+    s = dataclasses.replace(settings, **{name: False for name in ("compile", "fp8_head") if hasattr(settings, name)})
+    data = script.check_shards(s)
+    place = torch.device("meta" if torch.cuda.is_available() else "cpu")  # on a CPU, meta's import takes longer than to build
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with place:
+            manager = script.build(s, Ranks(0, world_size, place))
+    finally:
+        dist.destroy_process_group()
+    run_id = s.run_id
+    if s.resume:
+        path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)
+        checkpoints.check_fits(path, saved, dataclasses.asdict(settings), data.shards)
+        checkpoints.check_usable(path, saved, manager, s.total_iterations)
+        run_id = run_id or saved["run_id"]
+    elif run_id and (log := Path(s.log_dir, f"{run_id}.txt")).exists():
+        raise ValueError(f"{log} is another run's log: move it, or give another --run_id or --log_dir")
+    folder, layout = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0)
+    checkpoints.check_room(folder, layout if s.save_every else {}, s.keep_checkpoints, s.total_iterations)
+    tensors = [x for _, x in checkpoints.leaves(layout) if isinstance(x, torch.Tensor)]
+    return sum(x.nbytes for x in tensors) + sum(x.nbytes for x in layout["same"]["parameters"].values())

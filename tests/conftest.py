@@ -17,6 +17,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # a second, which every forked run would take
 from hypothesis import settings
 
 import common  # first: it loads the script that is tested

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import triton_kernels
+import attention
 from bench import gpu
 from common import ROOT, train_gpt
 from train_gpt import EXTENSION, STAGES
@@ -75,12 +75,12 @@ def test_operations_of_a_token_at_the_records_size() -> None:
 def test_a_failed_check_ends_with_code_1_is_in_the_report_and_leaves_the_others_their_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    attend = triton_kernels.attend
+    attend = attention.attend
 
     def wrong_in_fp64(q, k, v, band, scale):
         return attend(q, k, v, band, scale + (q.dtype == torch.float64))
 
-    monkeypatch.setattr(triton_kernels, "attend", wrong_in_fp64)
+    monkeypatch.setattr(attention, "attend", wrong_in_fp64)
     for name, value in (("TRITON_INTERPRET", "1"), ("TORCHINDUCTOR_CACHE_DIR", tmp_path), ("TRITON_CACHE_DIR", tmp_path)):
         monkeypatch.setenv(name, str(value))  # as main would, which then runs in this process
     code = gpu.main(["--dry-run", f"--output={tmp_path}", "--only=attention,environment"])
@@ -88,6 +88,22 @@ def test_a_failed_check_ends_with_code_1_is_in_the_report_and_leaves_the_others_
     assert code == 1 and "attention: FAILED: attention is off" in printed and "environment: ok" in printed
     (report,) = tmp_path.glob("*.md")
     assert "Failed: attention." in report.read_text() and "## environment" in report.read_text()
+
+
+def test_a_second_call_uses_the_firsts_shards_and_keeps_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(gpu.SECTIONS, "environment", lambda bench: (str(bench.shards()), {}))
+    made = []
+    for _ in range(2):
+        assert gpu.main(["--dry-run", f"--output={tmp_path}", f"--cache={tmp_path}/kept", "--only=environment"]) == 0
+        shards = sorted((tmp_path / "kept").rglob("*.bin"))
+        made.append([shard.stat().st_mtime_ns for shard in shards])
+    assert made[0] and made[0] == made[1]
+    assert len(list(tmp_path.glob("*.md"))) == len(list(tmp_path.glob("*.json"))) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -21,11 +21,13 @@ from io import BytesIO
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from common import wait_until
 from data import cached_fineweb10B, fineweb
 from data.shards import DataError, read_shard, write_shard
 
@@ -36,7 +38,11 @@ PARQUET = f"datasets/HuggingFaceFW/fineweb/resolve/{COMMIT}"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `files` (by path). `breaks` says, for a path, how its next GETs go wrong: (what, after how many bytes)."""
+    """Serves `files` (by path), and announces their SHA-256, as the hub does for large files, or what `announced` says.
+
+    `breaks` says, for a path, how its next GETs go wrong: (what, after how many bytes); `fails`, for "METHOD path", how many
+    requests are answered with 500.
+    """
 
     daemon_threads = True
 
@@ -44,6 +50,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
         self.breaks: dict[str, list[tuple[str, int]]] = {}
+        self.announced: dict[str, str] = {}
+        self.fails: dict[str, int] = {}
         self.log: list[tuple[str, str, str | None]] = []  # method, path, range
         self.sent = 0  # bytes of bodies
         self.stalled = threading.Event()
@@ -73,10 +81,14 @@ class Handler(BaseHTTPRequestHandler):
         self.server.log.append((self.command, path, self.headers.get("Range")))
         if path.startswith("api/"):
             return self.answer_api(path)
+        if self.server.fails.get(request := f"{self.command} {path}", 0):
+            self.server.fails[request] -= 1
+            return self.reply(500, b"", {})
         content = self.server.files.get(path)
         if content is None:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        headers = {"ETag": f'"{hashlib.md5(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        announced = self.server.announced.get(path, hashlib.sha256(content).hexdigest())
+        headers = {"ETag": '"of the storage"', "X-Linked-ETag": f'"{announced}"', "X-Repo-Commit": COMMIT}
         status, start = 200, 0
         if self.headers.get("Range"):
             status, start = 206, int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
@@ -108,8 +120,8 @@ class Handler(BaseHTTPRequestHandler):
         if not body:
             return
         how, after = breaks.pop(0) if breaks else ("", len(content))
+        self.server.sent += min(after, len(content))  # before the client can have them all and look
         self.wfile.write(content[:after])
-        self.server.sent += min(after, len(content))
         if how == "stall":
             self.server.stalled.set()
             self.connection.recv(1)  # until the client goes away
@@ -190,32 +202,24 @@ def test_fetches_the_shards_asked_for_and_asks_for_nothing_when_they_are_whole(
     code, out, _ = run("cached_fineweb10B.py", hub, tmp_path, "2")
     assert code == 0 and "3 shards, 3,030 tokens" in out
     assert shards_in(tmp_path / "out") == first(shards, 3)
-    assert [path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin"] == [".lock"]
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin"} == {".lock", "fetched.json"}
 
     hub.log.clear()
     code, out, _ = run("cached_fineweb10B.py", hub, tmp_path, "2")
     assert code == 0 and "3 shards" in out and hub.log == []
 
 
-def test_a_dropped_connection_is_taken_up_where_it_broke(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
-    name, chunk = "fineweb_val_000000.bin", 10 * 2**20  # huggingface_hub keeps what came in whole chunks of 10 MiB
-    content = shard_bytes(tmp_path, 6_000_000, 5)
-    hub.files[f"{CACHED}/{name}"] = content
-    hub.breaks[f"{CACHED}/{name}"] = [("drop", 11_000_000)]
-    code, _, err = run("cached_fineweb10B.py", hub, tmp_path, "0")
-    assert code == 0, err
-    assert shards_in(tmp_path / "out") == {name: content}
-    assert hub.gets() == [(f"{CACHED}/{name}", None), (f"{CACHED}/{name}", f"bytes={chunk}-")]
-    assert hub.sent == 11_000_000 + len(content) - chunk
-
-
-def test_a_reset_connection_is_tried_again_with_a_message(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["drop", "reset"])
+def test_a_broken_connection_goes_on_where_it_ended(hub: Hub, shards: dict[str, bytes], tmp_path: Path, how: str) -> None:
+    """To the byte; a reset may take with it what the client's system had not handed over."""
     name = "fineweb_val_000000.bin"
-    hub.breaks[f"{CACHED}/{name}"] = [("reset", 700)]
+    hub.breaks[f"{CACHED}/{name}"] = [(how, 700), (how, 500)]
     code, _, err = run("cached_fineweb10B.py", hub, tmp_path, "0")
-    assert code == 0 and "trying again in 1 s" in err, err
+    assert code == 0 and err.count("trying again in 1 s (1 of 5)") == 2, err  # some bytes arrived: attempts count anew
     assert shards_in(tmp_path / "out") == first(shards, 1)
-    assert len(hub.gets()) == 2
+    if how == "drop":
+        assert [span for _, span in hub.gets()] == [None, "bytes=700-", "bytes=1200-"]
+        assert hub.sent == len(shards[name])
 
 
 def test_a_shard_on_disk_that_is_not_whole_is_fetched_again(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
@@ -277,16 +281,166 @@ def test_a_number_of_shards_that_there_is_not_is_a_usage_error(monkeypatch: pyte
         assert caught.value.code == 2 and "argument N" in capsys.readouterr().err
 
 
-def test_what_a_killed_download_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "a.1b2c.incomplete").write_bytes(b"half")
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_a_500_of_the_hub_is_named_and_tried_again(hub: Hub, shards: dict[str, bytes], tmp_path: Path, method: str) -> None:
+    name = "fineweb_val_000000.bin"
+    hub.fails[f"{method} {CACHED}/{name}"] = 1
+    code, _, err = run("cached_fineweb10B.py", hub, tmp_path, "0")
+    assert code == 0 and shards_in(tmp_path / "out") == first(shards, 1), err
+    assert f"{name}: " in err and "500" in err and "trying again in 1 s (1 of 5)" in err
 
-    def download(repo: str, name: str, *, local_dir: Path, **_: object) -> str:
-        assert not list(local_dir.rglob("*.incomplete"))
-        return str(local_dir / name)
 
-    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", download)
-    assert cached_fineweb10B.fetch("owner/repo", "a", tmp_path) == tmp_path / "a"
+class Client:
+    """fetch and fetch_shard in this process, from the hub, without pauses."""
+
+    def __init__(self, hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.known, self.pauses = folder, {}, []
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        place = f"http://127.0.0.1:{hub.server_port}"
+        template = place + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", place)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(cached_fineweb10B.time, "sleep", self.pauses.append)
+        folder.mkdir(exist_ok=True)
+
+    def get(self, name: str) -> Path:
+        return cached_fineweb10B.fetch("kjj0/fineweb10B-gpt2", name, self.folder)
+
+    def shard(self, name: str) -> int:
+        return cached_fineweb10B.fetch_shard(name, self.folder, self.known)
+
+
+@pytest.fixture
+def client(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
+    return Client(hub, tmp_path / "here", monkeypatch)
+
+
+def garbage(content: bytes) -> bytes:
+    """A right header, and other tokens."""
+    return content[:1024] + bytes(len(content) - 1024)
+
+
+def test_garbage_under_a_right_header_is_thrown_away_and_named(
+    hub: Hub, shards: dict[str, bytes], client: Client, capsys: pytest.CaptureFixture
+) -> None:
+    """The hub announces the hash of the shard, and what comes is something else, every time."""
+    name = "fineweb_val_000000.bin"
+    path, announced = f"{CACHED}/{name}", hashlib.sha256(shards[name]).hexdigest()
+    hub.files[path], hub.announced[path] = garbage(shards[name]), announced
+    message = rf"could not fetch kjj0/fineweb10B-gpt2/{name} from http://127.* \(attempt 5 of 5\): .* hash {announced}"
+    with pytest.raises(DataError, match=message):
+        client.shard(name)
+    assert not [path for path in client.folder.rglob("*") if path.is_file()] and len(client.pauses) == 4
+    hub.files[path] = shards[name]
+    assert client.shard(name) == 1000 and shards_in(client.folder) == first(shards, 1)
+
+
+def test_garbage_in_the_middle_is_fetched_again(hub: Hub, shards: dict[str, bytes], client: Client) -> None:
+    """What an earlier attempt left may be damaged: then the whole file comes anew."""
+    name = "fineweb_val_000000.bin"
+    (client.folder / f"{name}.{hashlib.sha256(shards[name]).hexdigest()[:16]}.part").write_bytes(bytes(700))
+    assert client.get(name).read_bytes() == shards[name]
+    assert [span for _, span in hub.gets()] == ["bytes=700-", None] and len(client.pauses) == 1
+
+
+@pytest.mark.parametrize("how", ["drop", "reset", "stall"])
+def test_a_download_of_many_breaks_arrives_and_one_without_progress_ends(
+    hub: Hub, shards: dict[str, bytes], client: Client, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Attempts count anew while bytes arrive: eight breaks are no end, five without a byte are."""
+    name = "fineweb_val_000000.bin"
+    monkeypatch.setattr(cached_fineweb10B, "TIMEOUT", 0.5)
+    hub.breaks[f"{CACHED}/{name}"] = [(how, 100 + i) for i in range(8)]
+    assert client.get(name).read_bytes() == shards[name]
+    assert len(hub.gets()) >= 9 and hub.gets()[-1][1] is not None
+    if how == "drop":  # a reset may take some bytes with it, a busy machine may be late once more than the hub stalls
+        assert hub.sent == len(shards[name]) and client.pauses == [1] * 8
+    client.get(name).unlink()
+    hub.breaks[f"{CACHED}/{name}"] = [("drop", 0)] * 5
+    with pytest.raises(DataError, match=r"attempt 5 of 5"):
+        client.get(name)
+
+
+def test_a_kill_loses_nothing_that_has_arrived(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
+    name = "fineweb_val_000000.bin"
+    hub.breaks[f"{CACHED}/{name}"] = [("stall", 900)]
+    process = start("cached_fineweb10B.py", hub, tmp_path, "0")
+    assert hub.stalled.wait(30)
+    wait_until(lambda: sum(path.stat().st_size for path in tmp_path.rglob("*.part")) == 900)
+    process.kill()
+    process.communicate()
+    hub.log.clear()
+    assert run("cached_fineweb10B.py", hub, tmp_path, "0")[0] == 0
+    assert hub.gets() == [(f"{CACHED}/{name}", "bytes=900-")] and shards_in(tmp_path / "out") == first(shards, 1)
+
+
+def test_what_is_left_of_another_state_of_the_file_is_not_gone_on_with(
+    hub: Hub, shards: dict[str, bytes], client: Client
+) -> None:
+    name = "fineweb_val_000000.bin"
+    (client.folder / f"{name}.{'0' * 16}.part").write_bytes(bytes(700))
+    assert client.get(name).read_bytes() == shards[name]
+    assert [span for _, span in hub.gets()] == [None] and [path.name for path in client.folder.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("announced", ["", "d41d8cd98f00b204e9800998ecf8427e", "../" * 22])
+def test_a_hub_that_announces_no_hash_is_refused(
+    hub: Hub, shards: dict[str, bytes], client: Client, announced: str
+) -> None:
+    hub.announced[f"{CACHED}/fineweb_val_000000.bin"] = announced
+    with pytest.raises(DataError, match=r"\(attempt 1 of 5\): it announces the ETag .* which is no SHA-256"):
+        client.shard("fineweb_val_000000.bin")
+    assert hub.gets() == [] and not list(client.folder.iterdir())
+
+
+def test_a_small_file_has_the_hash_of_git(hub: Hub, shards: dict[str, bytes], client: Client) -> None:
+    hub.files[f"{CACHED}/a"] = b"what is up, doc?"
+    hub.announced[f"{CACHED}/a"] = "bd9dbf5aae1a3862dd1526723246b20206e5fc37"  # from the book Pro Git
+    assert client.get("a").read_bytes() == b"what is up, doc?"
+
+
+def test_garbage_in_a_shard_on_disk_is_found_and_fetched_again(
+    hub: Hub, shards: dict[str, bytes], client: Client, capsys: pytest.CaptureFixture
+) -> None:
+    """One that nobody has compared yet, and one that has changed since; what has not is not read again."""
+    name, content = list(shards)[1], shards[list(shards)[1]]
+    (client.folder / name).write_bytes(garbage(content))
+    assert client.shard(name) == 1010 and (client.folder / name).read_bytes() == content
+    assert f"{name}: does not have the hash" in capsys.readouterr().err
+    hub.log.clear()
+    assert client.shard(name) == 1010 and hub.log == []
+
+    (client.folder / name).write_bytes(garbage(content))
+    os.utime(client.folder / name, ns=(0, client.known[name][1] + 1))
+    assert client.shard(name) == 1010 and (client.folder / name).read_bytes() == content
+    assert [path for path, _ in hub.gets()] == [f"{CACHED}/{name}"]
+
+    os.utime(client.folder / name)  # touched, or copied: read again, and found right
+    hub.log.clear()
+    assert client.shard(name) == 1010 and hub.log == []
+
+
+@pytest.mark.parametrize("content", ["[]", "[1", '{"a": 5}', '{"fineweb_val_000000.bin": ["x", 0]}', "null"])
+def test_a_note_of_hashes_that_makes_no_sense_is_made_again(
+    hub: Hub, shards: dict[str, bytes], tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(hub, tmp_path / "out", monkeypatch)
+    (client.folder / "fetched.json").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["cached_fineweb10B.py", "0", "--output", str(client.folder)])
+    for _ in range(2):
+        cached_fineweb10B.main()
+        assert shards_in(client.folder) == first(shards, 1)
+    noted = json.loads((client.folder / "fetched.json").read_bytes())["fineweb_val_000000.bin"]
+    assert noted[0] == hashlib.sha256(shards["fineweb_val_000000.bin"]).hexdigest()
+
+
+def test_what_stands_in_a_shards_place_and_is_no_file_is_left_alone(hub: Hub, shards: dict[str, bytes], client: Client) -> None:
+    for name, put in (("fineweb_val_000000.bin", os.mkfifo), ("fineweb_train_000001.bin", os.mkdir)):
+        put(client.folder / name)
+        with pytest.raises(DataError, match=f"{name}: is not a file: move it away"):
+            client.shard(name)
+        assert (client.folder / name).exists() and hub.log == []
 
 
 def test_retries_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -546,3 +700,91 @@ def test_what_the_hub_does_not_have_is_an_error_with_one_line(hub: Hub, parquet:
     assert failed_with("HuggingFaceFW/fineweb/sample/9BT", result) and failed_with("404", result)
     assert failed_with("encoding 'gpt2' could not be loaded", run("fineweb.py", hub, tmp_path))
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def damaged(content: bytes) -> bytes:
+    """Ones over the pages of a row group in the middle of a parquet file: its directory, at the end, is whole."""
+    with pyarrow.parquet.ParquetFile(BytesIO(content)) as file:
+        column = file.metadata.row_group(3).column(1)
+    at = column.dictionary_page_offset or column.data_page_offset
+    return content[:at] + b"\xff" * column.total_compressed_size + content[at + column.total_compressed_size :]
+
+
+def test_a_corrupt_page_names_its_file_which_the_same_command_fetches_again(
+    here: Here, hub: Hub, parquet: dict[str, list[str]]
+) -> None:
+    """For instance by a disk: until now the same command failed on it for ever."""
+    path = f"{PARQUET}/sample/10BT/001.parquet"
+    good, hub.files[path] = hub.files[path], damaged(hub.files[path])
+    with pytest.raises(SystemExit, match=r"001.parquet is damaged in row group 3 \(.*\); it was deleted: run the same command"):
+        here.make()
+    assert not list(here.folder.rglob("001.parquet"))
+    hub.files[path] = good
+    here.make()
+    assert here.fetched.count("sample/10BT/001.parquet") == 2
+    assert shards_hold(here.folder, stream_of(parquet))
+
+
+def test_a_text_that_is_not_utf8_is_damage_too(here: Here, hub: Hub) -> None:
+    column = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(np.array([0, 2], np.int32)), pyarrow.py_buffer(b"\xff\xfe")]
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), file := BytesIO())
+    hub.files[f"{PARQUET}/sample/10BT/001.parquet"] = file.getvalue()
+    with pytest.raises(SystemExit, match=r"001.parquet is damaged in row group 0 \(.*codec can't decode"):
+        here.make()
+
+
+def test_a_parquet_file_that_has_changed_on_disk_is_fetched_again(hub: Hub, parquet: dict, client: Client) -> None:
+    name = "sample/10BT/000.parquet"
+    (client.folder / "sample/10BT").mkdir(parents=True)
+    (client.folder / name).write_bytes(damaged(hub.files[f"{PARQUET}/{name}"]))
+    for requests in (1, 0):  # then it is right, and not fetched
+        hub.log.clear()
+        cached_fineweb10B.fetch(fineweb.REPO, name, client.folder, COMMIT)
+        assert len(hub.gets()) == requests
+    assert (client.folder / name).read_bytes() == hub.files[f"{PARQUET}/{name}"]
+
+
+HOSTILE = ["../../mine.parquet", "{folder}/mine.parquet", "sample/../../../mine.parquet", "way/mine.parquet"]
+HOSTILE += ["mine.txt", "a\0.parquet"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_that_leads_elsewhere_is_neither_fetched_nor_deleted(here: Here, tmp_path: Path, name: str) -> None:
+    """In progress.json, whoever wrote it, and in the hub's list."""
+    mine = [tmp_path / "mine.parquet", here.folder / "mine.parquet", here.folder / "mine.txt"]
+    (here.folder / "parquet").mkdir(parents=True)
+    (here.folder / "parquet" / "way").symlink_to(tmp_path)
+    for path in mine:
+        path.write_text("mine")
+    name = name.format(folder=tmp_path)
+    names = [name, "sample/10BT/000.parquet"]
+    here.monkeypatch.setattr(fineweb, "list_parquet", lambda _: (COMMIT, names))
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="is no name of a parquet file below .* neither fetched nor deleted"):
+            here.make()
+        recipe = {"subset": "sample/10BT", "encoding": "bytes", "shard_tokens": SHARD_TOKENS, "num_tokens": 0}
+        progress = {"recipe": recipe, "commit": COMMIT, "files": names, "shards": [[5000, 1, 0, 0]]}
+        (here.folder / "progress.json").write_text(json.dumps(progress))
+    assert [path.read_text() for path in mine] == ["mine"] * 3 and here.fetched == []
+
+
+BROKEN_PROGRESS = ["", "[]", "7", "{}", "[" * 100_000, '{"recipe": 1}', "FIFO"]
+BROKEN_PROGRESS += [
+    json.dumps({"recipe": {}, "commit": "c", "files": files, "shards": shards})
+    for files, shards in ((5, []), ([5], []), (["a.parquet"], 5), (["a.parquet"], [[1]]), (["a.parquet"], [[1, 1, 0, 0]]),
+                          (["a.parquet"], [["1", 0, 0, 0]]), (["a.parquet"], [[-1, 0, 0, 0]]))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", BROKEN_PROGRESS)
+def test_progress_that_makes_no_sense_is_named(here: Here, content: str) -> None:
+    here.folder.mkdir()
+    if content == "FIFO":
+        os.mkfifo(here.folder / "progress.json")
+    else:
+        (here.folder / "progress.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"progress.json( cannot be read|.*|: is a link)") as caught:
+        here.make()
+    assert "\n" not in str(caught.value.code) and "error: " in caught.value.code and here.fetched == []

@@ -1,16 +1,18 @@
 """The loader: whole documents from their starts, the same batches for every world size, and errors instead of hangs."""
 
 import itertools
+import re
 import threading
+import zlib
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from data.loader import (
-    check_data, default_doc_slots, distributed_data_generator, first_document, shard_sizes, synthetic_batch,
-)
+from common import wait_until
+from data import loader
+from data.loader import check_data, default_doc_slots, distributed_data_generator, first_document, synthetic_batch
 from data.shards import DataError, write_shard
 
 BOS = 0
@@ -181,24 +183,63 @@ def test_a_document_that_gives_only_the_last_target_starts_at_T(tmp_path):
     assert targets[-1] == BOS and cu_seqlens.tolist() == [0, 16, 16, 16]
 
 
-def test_the_loading_thread_ends_with_its_generator(tmp_path):
-    write(tmp_path, documents([50] * 400))
+@pytest.mark.parametrize("end", ["closed", "dropped", "dropped unused"])
+def test_the_loading_threads_end_with_their_generator(tmp_path, end):
+    for index in range(3):
+        write(tmp_path, documents([50] * 400), index=index)
     others = set(threading.enumerate())
     batches = generator(tmp_path, 4 * 16, 100)
-    next(batches)
-    (loader,) = set(threading.enumerate()) - others
-    assert loader.name == "loader" and loader.is_alive()
+    threads = set(threading.enumerate()) - others
+    assert {thread.name for thread in threads} == {"loader", "shards_0"}
+    if end != "dropped unused":
+        next(batches)
+    if end == "closed":
+        batches.close()
+        assert next(batches, None) is None
+    del batches
+    assert not any(thread.is_alive() for thread in threads)
+
+
+class Counted(loader.Documents):
+    """Documents that tell which shards were read."""
+
+    read = []
+
+    def __init__(self, path, *index):
+        super().__init__(path, *index)
+        self.read.append(path[-8:-4])
+
+
+def test_a_loader_is_ready_when_it_is_made_and_reads_one_shard_ahead(tmp_path, monkeypatch):
+    """What the clock must not see: the first shard is indexed and the first micro-batch made before anything is asked for."""
+    monkeypatch.setattr(loader, "Documents", Counted)
+    monkeypatch.setattr(Counted, "read", [])
+    for index in range(4):
+        write(tmp_path, documents([50] * 400, seed=index), index=index)
+    steps = 400 * 50 // 200  # of a shard, at most
+    batches = generator(tmp_path, 4 * 49, 50)
+    assert Counted.read[0] == "0000" and batches.next[0] == "item"
+    pool = next(thread for thread in threading.enumerate() if thread.name == "shards_0")
+    assert pool.is_alive()
+    wait_until(lambda: Counted.read == ["0000", "0001"])
+    for _ in range(4 * (steps - 5)):
+        next(batches)
+    assert Counted.read == ["0000", "0001"]  # two in memory, never three
+    for _ in range(4 * 6):
+        next(batches)
+    wait_until(lambda: Counted.read == ["0000", "0001", "0002"])
     batches.close()
-    loader.join(timeout=5)
-    assert not loader.is_alive()
 
 
 def test_an_error_in_the_loading_thread_reaches_the_consumer(tmp_path):
     write(tmp_path, documents([40] * 30), index=0)
     (tmp_path / "x_train_000001.bin").write_bytes(b"no shard")
+    batches, made = generator(tmp_path, 4 * 16, 100), 0
     with pytest.raises(DataError, match="x_train_000001.bin"):
-        for _ in generator(tmp_path, 4 * 16, 100):
-            pass
+        for _ in batches:
+            made += 1
+    assert made == 4 * 7  # in its turn: what came before is served
+    assert next(batches, None) is None
 
 
 # -----------------------------------------------------------------------------
@@ -231,14 +272,6 @@ def test_the_first_document_begins_with_its_bos_and_ends_with_itself(tmp_path):
         first_document(str(tmp_path), 199, 64)
 
 
-def test_shard_sizes_are_the_bytes_of_all_shards_by_name(tmp_path):
-    for split, index, length in (("train", 0, 30), ("train", 1, 40), ("val", 0, 50)):
-        write(tmp_path, documents([length]), split, index)
-    (tmp_path / "manifest.json").write_text("{}")
-    sizes = {"x_train_000000.bin": 1024 + 60, "x_train_000001.bin": 1024 + 80, "x_val_000000.bin": 1024 + 100}
-    assert shard_sizes(str(tmp_path)) == sizes
-
-
 # -----------------------------------------------------------------------------
 # Checks before training
 
@@ -251,9 +284,10 @@ def batch_tokens(step):
 def check(folder, **changes):
     """check_data of eight steps in eight micro-batches, of 16, 32 and 48 tokens each."""
     settings = dict(
-        steps=8, batch_tokens=batch_tokens, max_doc_len=64, micro_batches=8, bos_id=BOS, vocab_size=200, val_tokens=256
-    )
-    check_data(str(folder), **(settings | changes))
+        steps=8, batch_tokens=batch_tokens, max_doc_len=64, micro_batches=8, doc_slots=0, bos_id=BOS, vocab_size=200,
+        val_tokens=256, val_batch_tokens=128,
+    )  # fmt: skip
+    return check_data(str(folder), **(settings | changes))
 
 
 @pytest.fixture
@@ -283,7 +317,7 @@ def test_too_little_data_is_an_error_before_training_that_names_both_numbers(fol
 
 
 def test_validation_of_one_token_too_few(folder):
-    check(folder, val_tokens=399)  # the last one's target is the 400th
+    check(folder, val_tokens=399, val_batch_tokens=399)  # the last one's target is the 400th
     with pytest.raises(DataError, match=r"x_val_000000.bin: validation needs 401 tokens, it holds 400: lower --val_tokens"):
         check(folder, val_tokens=400)
 
@@ -307,3 +341,72 @@ def test_a_token_outside_the_vocabulary(folder, split):
     write(folder, [*documents([40] * 200), np.array([BOS, 200], dtype=np.uint16)], split)
     with pytest.raises(DataError, match=rf"x_{split}_000000.bin: holds token 200, but the vocabulary ends at 200"):
         check(folder)
+
+
+def serve(folder, slots, split, aligned, steps):
+    """The most documents in a micro-batch of the first steps. Raises DataError where training or validation would."""
+    tokens = batch_tokens if aligned else 128
+    batches = generator(folder, tokens, 64, 8, split=split, doc_slots=slots, aligned=aligned)
+    return max(len(as_slice(batch)[1]) for batch in itertools.islice(batches, 8 * steps))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_check_counts_documents_as_the_loader_does_to_the_one(tmp_path, seed):
+    """With as many slots as documents both refuse, with one more neither does; the check names that number."""
+    lengths, folder = np.random.default_rng(seed).integers(1, 12, (2, 900)), tmp_path
+    write(folder, documents(lengths[0]))
+    write(folder, documents(lengths[1], seed=1), split="val")
+    most = [serve(folder, 100, "train", True, 8), serve(folder, 100, "val", False, 2)]
+    check(folder, doc_slots=max(most) + 1)
+    for slots in (max(most), min(most), 1):
+        message = rf"x_(train|val)_000000.bin: .* do not fit {slots} slots.* or more"
+        with pytest.raises(DataError, match=message) as caught:
+            check(folder, doc_slots=slots)
+        assert int(re.search(r"--doc_slots=(\d+)", str(caught.value))[1]) == max(most) + 1
+        with pytest.raises(DataError, match=f"do not fit {slots} slots"):
+            serve(folder, slots, "train", True, 8)
+            serve(folder, slots, "val", False, 2)
+    serve(folder, max(most) + 1, "train", True, 8)
+
+
+def test_the_check_does_not_count_a_document_that_gives_the_last_target_only(folder):
+    write(folder, documents([16, 5] * 100))
+    sizes = dict(batch_tokens=lambda step: 8 * 16, val_tokens=16, val_batch_tokens=128)  # validation: one document of 40
+    check(folder, doc_slots=2, **sizes)
+    with pytest.raises(DataError, match="x_.*: 1 documents in one micro-batch of 16 tokens do not fit 1 slots"):
+        check(folder, doc_slots=1, **sizes)
+
+
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.integers(1, 300) | st.integers(1, 9), min_size=10, max_size=60).filter(lambda x: sum(x) > 260),
+    val_tokens=st.sampled_from([128, 256]),
+)
+def test_the_longest_validation_document_bounds_every_one_and_is_one_for_a_run(tmp_path_factory, lengths, val_tokens):
+    """A power of two, at most twice the longest in the micro-batches: what of a document lies in one of them counts."""
+    folder = tmp_path_factory.mktemp("longest")
+    write(folder, documents([40] * 200))
+    write(folder, documents(lengths, seed=1), split="val")
+    found = check(folder, val_tokens=val_tokens, val_batch_tokens=128, micro_batches=2, doc_slots=100).longest
+    batches = generator(folder, 128, 0, micro_batches=2, split="val", aligned=False, doc_slots=100)
+    starts = [batch[2] for batch in itertools.islice(batches, val_tokens // 64)]
+    longest = max(int(x.diff().max()) for x in starts)
+    assert longest <= found < 2 * longest and found & (found - 1) == 0
+
+
+def test_a_validation_document_longer_than_the_bound_is_an_error_and_never_passed_over(tmp_path):
+    write(tmp_path, documents([30, 50, 20, 28, 30, 50]), split="val")
+    batches = lambda limit: generator(tmp_path, 64, limit, micro_batches=1, split="val", aligned=False)
+    assert len(list(itertools.islice(batches(34), 3))) == 3  # 50 are cut in two, at 64: 34 and 16
+    with pytest.raises(DataError, match="x_val_000000.bin: a document has 34 tokens, the longest was to have 33: has the"):
+        next(batches(33))
+
+
+def test_the_check_knows_every_shard_by_its_tokens_and_those_of_the_run_by_their_digest(folder):
+    tokens = {split: np.concatenate(documents([40] * n)) for split, n in (("train", 200), ("val", 10))}
+    write(folder, documents([30]), index=1)  # more than the run reads
+    crc = {split: f"{zlib.crc32(x.tobytes()):08x}" for split, x in tokens.items()}
+    assert check(folder).shards == {
+        "x_train_000000.bin": f"8,000 tokens, CRC-32 {crc['train']}", "x_train_000001.bin": "30 tokens",
+        "x_val_000000.bin": f"400 tokens, CRC-32 {crc['val']}",
+    }  # fmt: skip

@@ -1,6 +1,7 @@
 """Shards of local text: nothing lost, nothing too long, the same everywhere, and only made when they have to be."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -179,9 +180,6 @@ CHANGES = {
     "a new file": lambda library, output: (library / "new.txt").write_text("new"),
     "a lost shard": lambda library, output: (output / "local_val_000000.bin").unlink(),
     "a cut shard": lambda library, output: (output / "local_val_000000.bin").write_bytes(b"cut"),
-    "a foreign shard": lambda library, output: shutil.copy(output / "local_val_000000.bin", output / "local_val_000009.bin"),
-    "a lost manifest": lambda library, output: (output / "manifest.json").unlink(),
-    "a broken manifest": lambda library, output: (output / "manifest.json").write_text("[1"),
 }
 
 
@@ -272,3 +270,137 @@ def test_a_failed_run_exits_with_1_and_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--input", "missing", "--output", "out"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert run.returncode == 1 and run.stderr.startswith("local_text.py: error: ") and run.stderr.count("\n") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is not this program's
+
+
+def put_fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def own_shard(output: Path) -> None:
+    shutil.copy(output / "local_val_000000.bin", output / "local_val_000009.bin")
+
+
+FOREIGN = {  # what stands in --output, and the message
+    "another program's manifest": (lambda out: (out / "manifest.json").write_text('{"name": "app"}'), "not written"),
+    "a manifest with another's shards": (
+        lambda out: (out / "manifest.json").write_text('{"recipe": {}, "shards": {"../mine.bin": 1}}'), "json was not written"
+    ),
+    "a list": (lambda out: (out / "manifest.json").write_text("[]"), "manifest.json was not written by this program"),
+    "a broken manifest": (lambda out: (out / "manifest.json").write_text("[1"), "manifest.json cannot be read"),
+    "a deep manifest": (lambda out: (out / "manifest.json").write_text("[" * 10**5), "manifest.json cannot be read"),
+    "a FIFO for a manifest": (lambda out: put_fifo(out / "manifest.json"), "is a link, a folder or"),
+    "a shard that no manifest lists": (own_shard, "local_val_000009.bin is in no manifest.json of this program: choose"),
+    "shards without a manifest": (lambda out: (out / "manifest.json").unlink(), "train_000000.bin is in no manifest.json"),
+    "a FIFO for a lock": (lambda out: put_fifo(out / ".lock"), "is a link, a folder or another thing"),
+}  # fmt: skip
+
+
+def states(folder: Path) -> dict[str, object]:
+    return {path.name: (os.lstat(path).st_mode, os.lstat(path).st_mtime_ns) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_what_is_not_this_programs_is_named_and_left_as_it_is(
+    case: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, message = FOREIGN[case]
+    make(monkeypatch, library, tmp_path / "out")
+    put(tmp_path / "out")
+    (tmp_path / "mine.bin").write_text("mine")
+    before = states(tmp_path / "out")
+    with pytest.raises(SystemExit, match=message):
+        make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "50_000")
+    assert states(tmp_path / "out") == before and (tmp_path / "mine.bin").read_text() == "mine"
+
+
+def test_files_beside_the_shards_stay(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of names like ours, through making, making again, and making anew."""
+    (tmp_path / "out").mkdir()
+    mine = ["local_notes.bin", "local_train_1.bin", "local_test_000000.bin", "local_train_000000.bin.old", "notes.json"]
+    for name in mine:
+        (tmp_path / "out" / name).write_text("mine")
+    for options in ((), (), ("--shard_tokens", "50_000"), ()):
+        make(monkeypatch, library, tmp_path / "out", *options)
+    assert all((tmp_path / "out" / name).read_text() == "mine" for name in mine)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {*mine, ".lock", "manifest.json", "local_train_000000.bin", "local_val_000000.bin"}
+
+
+@pytest.mark.parametrize("writes", range(1, 8))
+def test_a_run_cut_off_at_any_write_is_made_again_by_the_same_command(
+    writes: int, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Its shards are its own, and it never counts as finished. A run of other options before it leaves nothing."""
+    make(monkeypatch, library, tmp_path / "fresh", "--shard_tokens", "300_000")
+    make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "50_000")
+    replace, left = os.replace, [writes]
+
+    def cut(source: Path, target: Path) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="interrupted"):
+        patch.setattr("data.shards.os.replace", cut)
+        make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "300_000")
+    assert not (writes > 1 and list((tmp_path / "out").glob("*_000010.bin")))
+    capsys.readouterr()
+    make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "300_000")
+    assert "is up to date" not in capsys.readouterr().out
+    content = lambda folder: {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("way", ["the same", "a link", "by another way"])
+def test_shards_among_the_text_they_are_made_of_are_refused(
+    way: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(library)
+    output = {"the same": library, "a link": tmp_path / "link", "by another way": library / "shelf0" / ".."}[way]
+    before = states(library)
+    with pytest.raises(SystemExit, match="is the --input too: its shards would be text of the next run; choose another"):
+        make(monkeypatch, library, output)
+    assert states(library) == before
+
+
+def test_folders_that_cannot_be_read_are_counted_and_named(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Permissions do not stop the root user, so the calls fail instead."""
+    refused, scandir = {str(library / "shelf1"), str(library / "shelf2")}, os.scandir
+
+    def no_access(folder: str):
+        if str(folder) in refused:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", no_access)
+    names = f"'{library / 'shelf1'}', '{library / 'shelf2'}'"
+    expected = f"local_text.py: 2 folder(s) cannot be read, their text is missing: {names}\n"
+    for _ in range(2):  # made, and up to date
+        make(monkeypatch, library, tmp_path / "out")
+        assert expected in capsys.readouterr().err
+    refused.add(str(library))
+    with pytest.raises(SystemExit, match=r"no files; 1 folder\(s\) cannot be read"):
+        make(monkeypatch, library, tmp_path / "out")
+
+
+def test_a_folder_whose_files_cannot_be_looked_at_is_named_too(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    is_file = Path.is_file
+
+    def no_access(path: Path) -> bool:
+        if path.parent == library / "shelf1":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", no_access)
+    make(monkeypatch, library, tmp_path / "out")
+    assert f"1 folder(s) cannot be read, their text is missing: '{library / 'shelf1'}'" in capsys.readouterr().err

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.shards import (
-    HEADER_BYTES, ShardError, ShardWriter, locked, number_between, read_shard, shard_name, verify_shard, whole_file,
-    write_shard,
+    HEADER_BYTES, DataError, ShardError, ShardWriter, locked, number_between, one_line, one_line_errors, read_json, read_shard,
+    shard_name, verify_shard, whole_file, write_shard,
 )
 
 
@@ -186,6 +186,52 @@ def test_what_a_killed_writer_left_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / "s.bin.tmp").write_bytes(b"left" * 1000)
     write_shard(tmp_path / "s.bin", [1, 2, 3])
     assert list(content_of(tmp_path)) == ["s.bin"] and read_shard(tmp_path / "s.bin").tolist() == [1, 2, 3]
+
+
+def put_link(path: Path) -> None:
+    path.symlink_to(path.parent / "theirs")
+
+
+STRANGERS = {"a link": put_link, "a FIFO": os.mkfifo, "a folder": os.mkdir, "a dead link": lambda path: path.symlink_to("none")}
+
+
+def open_lock(folder: Path) -> None:
+    with locked(folder):
+        pass
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.parametrize("name", ["s.bin.tmp", ".lock", "known.json"])
+def test_a_file_of_ours_that_is_a_link_or_none_is_refused_and_neither_followed_nor_waited_for(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    STRANGERS[kind](tmp_path / name)
+    before = os.lstat(tmp_path / name)
+    use = {
+        "s.bin.tmp": lambda: write_shard(tmp_path / "s.bin", [1]),
+        ".lock": lambda: open_lock(tmp_path),
+        "known.json": lambda: read_json(tmp_path / "known.json"),
+    }
+    with pytest.raises(OSError, match=f"another thing that is no file: move it away: '{tmp_path / name}'"):
+        use[name]()
+    assert os.lstat(tmp_path / name) == before and (tmp_path / "theirs").read_bytes() == b"theirs"
+    assert not (tmp_path / "s.bin").exists()
+
+
+@pytest.mark.parametrize("name", [".lock", "s.bin.tmp"])
+def test_a_second_name_of_a_foreign_file_does_not_empty_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    os.link(tmp_path / "theirs", tmp_path / name)
+    with locked(tmp_path):
+        write_shard(tmp_path / "s.bin", [1])
+    assert (tmp_path / "theirs").read_bytes() == b"theirs" and read_shard(tmp_path / "s.bin").tolist() == [1]
+
+
+def test_an_error_is_one_line_that_writes_nothing_to_the_terminal_but_itself() -> None:
+    assert one_line("a\n b\t\x1b[31mred \x00 \udc80 é €") == r"a b \x1b[31mred \x00 \udc80 é €"
+    with pytest.raises(SystemExit, match=r"error: no\\x1b\[2J line$"), one_line_errors():
+        raise DataError("no\x1b[2J\nline")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ compiles what it was given for sm_80 (A100), sm_90 (H100) and sm_100 (B200), for
 import re
 
 import pytest
+import torch
 
 from bench import kernels as bench
 
@@ -18,7 +19,8 @@ def test_kernel_compiles_and_fits(name: str, capability: int) -> None:
     case = bench.CASES[name]
     launch = bench.launch_of(case, capability)
     found = bench.compiled(launch, capability)
-    assert 0 < found.shared <= bench.CHIPS[capability].shared_memory
+    assert found.shared <= bench.CHIPS[capability].shared_memory
+    assert (found.shared == 0) == name.startswith("norm_rotate")  # whose heads stay within a warp
     assert 32 * launch.options["num_warps"] * found.registers <= 65536  # all the registers of a processor
     if capability == 90:
         assert found.spilled == 0
@@ -26,6 +28,17 @@ def test_kernel_compiles_and_fits(name: str, capability: int) -> None:
     if capability >= 90:
         tensor_memory_accelerator = "cp.async.bulk.tensor" in found.ptx
         assert tensor_memory_accelerator == name.startswith("relu_squared")
+
+
+@pytest.mark.parametrize("paired, offset", [(False, False), (True, False), (False, True)])
+def test_a_single_token_compiles(paired: bool, offset: bool) -> None:
+    """A sample after an empty prompt: Triton makes a constant of a length of 1, which lacks what numbers have."""
+    new = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    with bench.recorded_launches(90) as launches:
+        q, k, rstds = bench.attention.launch_norm_rotate(new(1, 18, 128), new(2, 64, 2), paired, offset)
+        bench.attention.launch_norm_rotate_backward(q, q, q, q, k, rstds, new(2, 64, 2), paired, offset)
+        bench.tk.launch_relu_squared(new(1, 768), new(3072, 768), None)
+    assert len(launches) == 3 and all(bench.compiled(launch, 90).cubin for launch in launches[: 2 if paired or offset else 3])
 
 
 @pytest.mark.parametrize("name", ["XXT", "relu_squared_backward"])
@@ -41,9 +54,31 @@ def test_symmetric_products_launch_one_triangle() -> None:
     assert grids == {"XXT": (21, 5), "XTX": (21, 3), "ba_plus_cAA": (21, 5), "aX_plus_BX": (36, 5)}
 
 
-def test_few_processors_are_taken_from_communication() -> None:
-    for name in ("transpose_add", "transpose_copy"):
-        assert bench.launch_of(bench.CASES[name], 90).grid == (32,)
+@pytest.mark.parametrize("name", ["transpose_add", "transpose_copy"])
+def test_few_processors_are_taken_from_communication_and_all_where_there_is_none(name: str) -> None:
+    """Alone, as many programs as processors hold at once; and in both, loads that go on while a tile is turned."""
+    beside, alone = (bench.launch_of(bench.CASES[f"{name}, {where}"], 90) for where in ("beside collectives", "alone"))
+    found = bench.compiled(alone, 90)
+    assert beside.grid == (32,) and alone.grid == (4 * 132,) and 4 * found.shared <= bench.CHIPS[90].shared_memory
+    assert 4 * 32 * alone.options["num_warps"] * found.registers <= 65536
+    assert "cp.async.cg" in found.ptx
+
+
+def test_tiles_of_the_mlp_follow_each_other_without_a_gap() -> None:
+    """One loop for tiles and steps; as many stages as shared memory holds: one less backward, for the activation's tile."""
+    stages = {}
+    for name in ("relu_squared", "relu_squared_backward"):
+        launch = bench.launch_of(bench.CASES[name], 90)
+        stages[name] = launch.options["num_stages"]
+        more = launch._replace(options=launch.options | dict(num_stages=stages[name] + 1))
+        assert launch.options["FLATTEN"] and bench.compiled(more, 90).shared > bench.CHIPS[90].shared_memory
+    assert stages == {"relu_squared": 4, "relu_squared_backward": 3}
+
+
+def test_gradients_of_embeddings_are_written_without_atomics() -> None:
+    """So that a run repeats itself to the bit; and the next positions are on their way while some are summed."""
+    ptx = bench.compiled(bench.launch_of(bench.CASES["scatter, 16384 tokens"], 90), 90).ptx
+    assert not re.search(r"\b(atom|red)\b", ptx) and "cp.async.cg" in ptx
 
 
 def test_strips_that_wait_for_their_gradients_stay_in_l2() -> None:
@@ -61,3 +96,11 @@ def test_loss_takes_five_special_functions_a_logit() -> None:
     special = [sum(count for name, count in loop.items() if name.startswith("MUFU")) for loop in loops]
     assert sorted(count for count in special if count) == [2 * 16, 3 * 16]
     assert not re.search(r"ex2\.approx\.f32|div\.full|rcp\.rn", found.ptx)
+
+
+def test_a_name_that_no_kernel_holds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no empty table."""
+    for options in (["nosuch"], ["nosuch", "--loops"]):
+        monkeypatch.setattr("sys.argv", ["bench/kernels.py", *options])
+        with pytest.raises(SystemExit, match="no kernel's name holds 'nosuch': XXT, "):
+            bench.main()

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
+import attention
 import triton_kernels as tk
 from bench.kernel_checks import U32, normal
 from train_gpt import FP8_GRAD_SCALE, FP8_W_SCALE, FP8_X_SCALE, GPT, ForwardSchedule, polar_express
@@ -15,6 +18,7 @@ from triton_kernels import fp8_linear, softcapped_cross_entropy
 
 bf16, fp32 = torch.bfloat16, torch.float32
 SCALES = FP8_X_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE
+JOINS = ("aten.cat.default", "aten.stack.default")
 
 
 @pytest.fixture
@@ -64,6 +68,23 @@ def test_compiled_polar_express_is_one_graph(kernels_of_the_gpu: None) -> None:
     assert sum("bankrun" in node for node in nodes_of(graphs[0])) == 15
 
 
+def test_compiled_attention_is_one_graph(kernels_of_the_gpu: None) -> None:
+    """varlen_attn is imported at the first call, which may be inside of a compiled model."""
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    q, starts = torch.empty(64, 2, 8, dtype=bf16, device="meta"), torch.zeros(4, dtype=torch.int32, device="meta")
+    torch._dynamo.reset()
+    compiled = torch.compile(attention.attend, backend=keep, fullgraph=True, dynamic=False)
+    found = compiled(q, q, q, attention.Band(starts, 16, 64, None), 0.1)
+    torch._dynamo.reset()
+    assert found.shape == q.shape and found.dtype == bf16 and len(graphs) == 1
+    assert sum("varlen_attn" in node for node in nodes_of(graphs[0])) == 1
+
+
 # The whole model
 
 
@@ -83,9 +104,50 @@ def test_training_step_holds_the_fused_kernels(kernels_of_the_gpu: None) -> None
         batch = ids, ids.long(), torch.zeros(64, dtype=torch.int32)
         for param, grad in zip(model.parameters(), step(*batch)):
             assert (grad.shape, grad.dtype, grad.is_contiguous()) == (param.shape, param.dtype, True), param.label
-        nodes = nodes_of(make_fx(step)(*batch))
-    expected = {"relu_squared": 22, "fp8_head_loss": 1, "fp8_head_loss_backward": 1}
+        graph = make_fx(step)(*batch)
+        nodes = nodes_of(graph)
+    expected = {
+        "norm_rotate": 10, "norm_rotate_backward": 10, "relu_squared": 22, "fp8_head_loss": 1, "fp8_head_loss_backward": 1,
+        "scatter": 4,
+    }  # fmt: skip
     assert {name: nodes.count(f"bankrun.{name}.default") for name in expected} == expected
+    counts = {name: nodes.count(f"aten.{name}.default") for name in ("embedding", "embedding_dense_backward")}
+    assert counts == {"embedding": 4, "embedding_dense_backward": 0} and nodes.count("aten.sort.stable") == 1
+    shapes = [tuple(node.meta["val"].shape) for node in graph.graph.nodes if str(node.target) in JOINS]
+    assert not [shape for shape in shapes if len(shape) > 2 and shape[0] == tokens], "heads are joined apart from the kernel"
+
+
+def test_residual_sums_are_no_addmm(kernels_of_the_gpu: None) -> None:
+    """Inductor makes one of a 2-D sum with a product."""
+    x, w = torch.empty(64, 32, dtype=bf16, device="meta"), torch.empty(32, 32, dtype=bf16, device="meta")
+    graph = make_fx(lambda x, w: tk.residual_add(x, x @ w))(x, w)
+    (sum_,) = (node for node in graph.graph.nodes if str(node.target) == "aten.add.Tensor")
+    assert [tuple(node.meta["val"].shape) for node in sum_.args] == 2 * [(1, 64, 32)]
+    assert tk.residual_add(x, x).shape == x.shape
+
+
+@pytest.mark.parametrize("paired, key_offset", [(False, False), (True, False), (False, True)])
+def test_compiled_heads_are_one_operator_each_way(kernels_of_the_gpu: None, paired: bool, key_offset: bool) -> None:
+    """v, a view of what the operator takes, passes through Dynamo and AOTAutograd; its gradient is joined by no other node."""
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append([node for node in nodes_of(graph) if "getitem" not in node])
+        return make_boxed_func(graph.forward)
+
+    qkv = torch.empty(8, 6, 16, dtype=bf16, device="meta", requires_grad=True)
+    table = torch.empty(16, 8, 2, dtype=bf16, device="meta")
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attention.norm_and_rotate_qk, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True, dynamic=False
+    )
+    heads = compiled(qkv, table, paired, key_offset)
+    (grad,) = torch.autograd.grad(heads, qkv, [torch.empty_like(x) for x in heads])
+    torch._dynamo.reset()
+    assert [x.shape for x in heads] == 3 * [(8, 2, 16)] and grad.shape == qkv.shape
+    forward, backward = graphs
+    assert forward[0] == "bankrun.norm_rotate.default" and set(forward[1:]) == {"aten.slice.Tensor"}
+    assert backward == ["bankrun.norm_rotate_backward.default"]
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])

@@ -1,4 +1,4 @@
-"""norm and rotate have a backward of their own: both against autograd of the formula in fp64, to what the formats round."""
+"""Norm, rotation, and what attention reads: against autograd of the formulas in fp64, to what the formats round."""
 
 import math
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernel_checks import U32, UNIT, normal
-from triton_kernels import RMS_EPS, norm, rotate
+from bench.kernel_checks import U32, UNIT, exact_heads, normal
+from attention import norm_and_rotate_qk, rotate
+from triton_kernels import RMS_EPS, kernels_of, norm
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -99,3 +100,24 @@ def test_the_narrow_way_of_rotation_is_the_complex_one() -> None:
     narrow = forward_and_gradient(lambda x: rotate(x, quarter.bfloat16()), x.bfloat16(), grad.bfloat16())
     for a, b in zip(wide, narrow):
         assert torch.equal(a, b.float())
+
+
+@pytest.mark.parametrize("paired, key_offset", [(False, False), (True, False), (False, True), (True, True)])
+def test_heads_that_attention_reads(paired: bool, key_offset: bool) -> None:
+    """q, k, v and the gradient of qkv, in fp64; v is a view."""
+    qkv, table, grads = normal("qkv", (7, 12, 8)).double(), table_of(16, 4), [normal(n, (7, 4, 8)).double() for n in "qkv"]
+    results = []
+    for function in (norm_and_rotate_qk, exact_heads):
+        leaf = qkv.clone().requires_grad_()
+        heads = function(leaf, table, paired, key_offset)
+        results.append((*(x.detach() for x in heads), torch.autograd.grad(heads, leaf, grads)[0]))
+    assert heads[2].data_ptr() == leaf[:, 8:].data_ptr()
+    for found, exact in zip(*results):
+        assert found.shape == exact.shape and torch.allclose(found, exact, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_table_that_is_too_short_is_named(paired: bool) -> None:
+    qkv, table = torch.zeros(9, 6, 8), torch.zeros(17 if paired else 8, 4, 2)
+    with kernels_of("cuda"), pytest.raises(ValueError, match=f"table has {len(table)} positions; 9 tokens need"):
+        norm_and_rotate_qk(qkv, table, paired, False)

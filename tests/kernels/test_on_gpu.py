@@ -22,6 +22,13 @@ def test_product(name: str, shape: tuple[int, ...]) -> None:
         checks.check_product(name, shape, BF16, values, False, "cuda")
 
 
+@pytest.mark.parametrize("paired, key_offset", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (9, 4, 12), (16384, 6, 128)], ids=str)
+def test_norm_and_rotate(sizes: tuple[int, int, int], paired: bool, key_offset: bool) -> None:
+    for values in VALUES:
+        checks.check_norm_and_rotate(sizes, paired, key_offset, BF16, values, "cuda")
+
+
 @pytest.mark.parametrize("sizes", [(8, 8, 16), (150, 72, 312), (16384, 768, 3072)], ids=str)
 def test_relu_squared(sizes: tuple[int, int, int]) -> None:
     for values in VALUES:
@@ -48,6 +55,12 @@ def test_quantize(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (70, 130), (50304, 768), (768, 50304)], ids=str)
 def test_transposes(shape: tuple[int, int]) -> None:
     checks.check_transpose(shape, BF16, "cuda")
+
+
+@pytest.mark.parametrize("T, vocab, dim", [(1, 1, 1), (70, 30, 40), (16384, 50304, 768), (49152, 50304, 768)])
+def test_lookup(T: int, vocab: int, dim: int) -> None:
+    for most in (0.05, 1.0):
+        checks.check_lookup(T, vocab, dim, BF16, "cuda", most)
 
 
 @fp8_units

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import naive_model
 from common import U16, U32, U64, close64, int32, normal
+from attention import Band, attend, band_bias
 from triton_kernels import (
-    XTX, XXT, Band, attend, ba_plus_cAA, band_bias, relu_squared_mlp, transpose_add, transpose_copy,
+    XTX, XXT, ba_plus_cAA, relu_squared_mlp, transpose_add, transpose_copy,
 )  # fmt: skip
 
 F64 = torch.float64

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import attention
 import triton_kernels as tk
 from bench.kernel_checks import normal
 
@@ -87,13 +88,14 @@ def test_compiled_function_follows_the_seam() -> None:
 @pytest.mark.parametrize("dtype", [bf16, torch.float16, fp32, torch.float64])
 def test_flash_attention_takes_16_bits_on_a_gpu(dtype: torch.dtype) -> None:
     x = torch.ones(1, dtype=dtype)
-    assert not tk.uses_flash(x)
+    assert not attention.uses_flash(x)
     with tk.kernels_of("cuda"):
-        assert tk.uses_flash(x) == (dtype in (bf16, torch.float16))
+        assert attention.uses_flash(x) == (dtype in (bf16, torch.float16))
 
 
 # Every function that has a kernel: what of PyTorch's own, or of a reference's, does its kernel not call?
 
+TOKENS = torch.tensor([3, 0, 3], dtype=torch.int32)
 TARGETS, WEIGHTS = torch.zeros(32, dtype=torch.int64), torch.ones(2)
 SCALES = 0.25, 0.01, 0.002
 CALLS = {
@@ -101,12 +103,14 @@ CALLS = {
     "XTX": lambda x: tk.XTX(x, x.new_empty(16, 16)),
     "ba_plus_cAA": lambda x: tk.ba_plus_cAA(x @ x.mT, 1.0, 2.0, x.new_empty(32, 32)),
     "aX_plus_BX": lambda x: tk.aX_plus_BX(x[None], (x @ x.mT)[None], 2.0),
+    "norm_and_rotate_qk": lambda x: attention.norm_and_rotate_qk(x.view(32, 4, 4)[:, :3], torch.ones(32, 2, 2), False, True),
     "relu_squared_mlp": lambda x: tk.relu_squared_mlp(x, x, x),
     "quantize_fp8": lambda x: tk.quantize_fp8(x, 1.0, torch.float8_e4m3fn),
     "quantize_fp8_both": lambda x: tk.quantize_fp8_both(x, 1.0, torch.float8_e4m3fn),
     "softcapped_cross_entropy": lambda x: tk.softcapped_cross_entropy(x, TARGETS, WEIGHTS),
     "loss_and_fp8_gradient": lambda x: tk.loss_and_fp8_gradient(x, TARGETS, WEIGHTS, 1.0, torch.float8_e5m2),
     "fp8_head_loss": lambda x: tk.fp8_head_loss(x, x.mT.contiguous(), TARGETS, WEIGHTS, *SCALES),
+    "lookup": lambda x: tk.lookup(x.requires_grad_(), tokens=TOKENS)[0].sum().backward(),
     "transpose_add": lambda x: tk.transpose_add(x, torch.zeros(16, 32, dtype=x.dtype)),
     "transpose_copy": lambda x: tk.transpose_copy(x, torch.zeros(16, 32, dtype=x.dtype)),
 }

@@ -388,12 +388,14 @@ def traced_steps(rank: int, world_size: int) -> list[dict]:
         used = [label for label, row in rows.items() if row.every_step or step % 2 == 1 and not (tied and row.tied_to)]
         gradients = {model.get_parameter(label).grad.data_ptr() for label in used}
         weights = {model.get_parameter(label).data_ptr() for label in used}
-        reduced, gathered = set(), set()
-        reduce, gather = train_gpt.reduce_scatter, train_gpt.all_gather
+        labels = {model.get_parameter(label).grad.data_ptr(): label for label in used}
+        reduced, gathered, launched = set(), set(), []
+        reduce, gather, add = train_gpt.reduce_scatter, train_gpt.all_gather, train_gpt.transpose_add
 
         def reduce_seen(output, input, **options):
             inside = 0 <= output.data_ptr() - input.data_ptr() < input.nbytes
             reduced.add(input.data_ptr() if inside else None)
+            launched.append(labels.get(input.data_ptr()))
             return reduce(output, input, **options)
 
         def gather_seen(output, input, **options):
@@ -401,7 +403,12 @@ def traced_steps(rank: int, world_size: int) -> list[dict]:
             gathered.add(output.data_ptr() if inside else None)
             return gather(output, input, **options)
 
+        def add_seen(source, target, alone):
+            launched.append(("transpose_add", labels[target.data_ptr()], alone))
+            return add(source, target, alone)
+
         with (
+            patch.object(train_gpt, "transpose_add", add_seen),
             patch.object(train_gpt, "reduce_scatter", reduce_seen),
             patch.object(train_gpt, "all_gather", gather_seen),
             LargeOperations(whole) as update,
@@ -412,7 +419,7 @@ def traced_steps(rank: int, world_size: int) -> list[dict]:
         history.append(
             dict(
                 backward=backward.names, update=update.names, gradients=gradients, reduced=reduced, weights=weights,
-                gathered=gathered, transposes=int(tied and step % 2 == 1),
+                gathered=gathered, transposes=int(tied and step % 2 == 1), launched=launched,
             )
         )  # fmt: skip
     return history
@@ -442,6 +449,31 @@ def test_gradients_are_reduced_where_autograd_left_them_and_weights_gathered_in_
         for step in rank:
             assert step["reduced"] == step["gradients"] and step["gathered"] == step["weights"]
         assert None not in step["reduced"] | step["gathered"]
+
+
+def test_tied_gradient_is_added_while_the_other_reductions_travel(traced) -> None:
+    """Just before the one reduction that waits for it, on few processors; and no rank waits for it where there is no tie."""
+    for rank in traced:
+        for number, step in enumerate(rank):
+            expected = [label for label in train_gpt.SCATTER_ORDER if label in SHARDED]
+            if number % 2 == 0:
+                expected = [label for label in expected if PARAM_TABLE[label].every_step]
+            elif step["transposes"]:
+                expected = [label for label in expected if label not in ("lm_head", "embed")]
+                expected += [("transpose_add", "lm_head", False), "lm_head"]
+            assert step["launched"] == expected
+        assert [step["transposes"] for step in rank] == [0, 1, 0, 0]
+
+
+def test_tied_gradient_takes_all_processors_where_no_rank_waits() -> None:
+    manager = TrainingManager(tiny_gpt(), Hyperparameters(block_size=16))
+    add_gradients(manager.model, 0, range(1))
+    with (
+        patch.object(train_gpt, "transpose_add", wraps=train_gpt.transpose_add) as add,
+        patch.object(train_gpt, "transpose_copy", wraps=train_gpt.transpose_copy) as copy,
+    ):
+        manager.optimizer.step(True)
+    assert [call.args[2] for call in (*add.call_args_list, *copy.call_args_list)] == [True, True]
 
 
 def test_backward_pass_builds_each_bank_once_and_copies_nothing_else(traced) -> None:

@@ -54,3 +54,27 @@ def write_runs(folder, times, losses, steps=8, **parts):
         lines = step_lines(steps, time / steps, loss)
         (folder / f"{i}.txt").write_bytes(make_log(**{**parts, "environment": environment, "lines": lines}))
     return str(folder)
+
+
+def smi_environment(driver="570.10", buses=("61:00.0", "62:00.0"), date="Mon Jan  5 10:00:00 2026", pytorch="2.10.0"):
+    """What the public speedrun's script prints: versions, then nvidia-smi's tables, of GPUs and of processes."""
+    rows = "\n".join(
+        f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:{bus} Off |                    0 |\n"
+        "| N/A   36C    P0            118W /  700W |    1506MiB /  81559MiB |      0%      Default |"
+        for i, bus in enumerate(buses)
+    )
+    return (
+        f"Running Python 3.12.7 (main) [GCC 13.2.0]\nRunning PyTorch {pytorch} compiled for CUDA 12.6\n"
+        f"Running Triton version 3.5.0\n{date}\n| NVIDIA-SMI 570.10    Driver Version: {driver}    CUDA Version: 12.8 |\n"
+        f"|=====+====|\n{rows}\n|  Processes: |\n|    0   N/A  N/A           10696      C   python3.12      1506MiB |\n"
+    )
+
+
+def records_folder(folder, monkeypatch):
+    """A folder of records below this one, with its table's place; they get no pictures."""
+    import history
+
+    monkeypatch.setattr(history, "draw_pictures", lambda *_: [])
+    (folder / "records").mkdir()
+    (folder / "records" / "README.md").write_text(f"{history.BEGIN}\n{history.END}\n")
+    return folder / "records"

@@ -1,153 +1,25 @@
-"""The figures of a comparison are right, runs that do not belong are set aside, and every change of a source is told."""
+"""What compare.py prints, for people at any width and for programs, and how it ends where there is nothing to compare."""
 
+import contextlib
+import io
 import json
-import math
-import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 scipy_stats = pytest.importorskip("scipy.stats", reason="pip install -r records/requirements.txt")
 
-from made_logs import ENVIRONMENT, ROOT, SOURCES, make_log, step_lines, write_runs
+from made_logs import ENVIRONMENT, ROOT, SOURCES, make_log, smi_environment, step_lines, write_runs
+from rich.console import Console
 
+import changes
 import compare
 import groups
+import rules
 from runlog import parse_log
-
-TIMES_A, TIMES_B = [100.25, 101.5, 99.75, 100.0], [98.5, 99.25, 98.75]
-LOSSES = [3.2772, 3.2791, 3.2785, 3.2768, 3.2780]
-
-
-def test_p_values_are_scipys():
-    assert compare.p_different(TIMES_A, TIMES_B) == pytest.approx(
-        scipy_stats.ttest_ind(TIMES_A, TIMES_B, equal_var=False).pvalue, rel=1e-12
-    )
-    for target in (3.28, 3.277):
-        expected = scipy_stats.ttest_1samp(LOSSES, target, alternative="less").pvalue
-        assert compare.p_below(LOSSES, target) == pytest.approx(expected, rel=1e-12)
-    assert compare.sigma(LOSSES) == pytest.approx(np.std(LOSSES, ddof=1), rel=1e-12)
-
-
-def test_undefined_is_nan():
-    for a, b in (([1.0], [2.0, 3.0]), ([1.0, 1.0], [2.0, 2.0]), ([], [1.0, 2.0])):
-        assert math.isnan(compare.p_different(a, b)) and math.isnan(compare.p_different(b, a))
-    assert math.isnan(compare.p_below([3.2], 3.28)) and math.isnan(compare.p_below([3.2, 3.2], 3.28))
-    assert compare.more_runs_below([3.2], 3.28) is None and compare.more_runs_below([3.29, 3.30], 3.28) is None
-    assert compare.more_runs_different([1.0], [2.0]) is None
-
-
-def rejection_rate(p_of, samples=40_000):
-    """How often p < 0.01, and its standard error."""
-    rate = np.mean(p_of(np.random.default_rng(0), samples) < compare.P)
-    return rate, math.sqrt(rate * (1 - rate) / samples)
-
-
-def test_more_runs_reach_the_power_in_simulation():
-    """The number given reaches p < 0.01 in 80% of simulated experiments, one fewer does not."""
-    values = [3.2795, 3.2776, 3.2788, 3.2807, 3.2784]
-    n = len(values) + compare.more_runs_below(values, 3.28)
-
-    def p_of_runs(rng, k, runs):
-        samples = rng.normal(np.mean(values), np.std(values, ddof=1), (k, runs))
-        return scipy_stats.ttest_1samp(samples, 3.28, axis=1, alternative="less").pvalue
-
-    rate, error = rejection_rate(lambda rng, k: p_of_runs(rng, k, n))
-    assert rate > compare.POWER - 4 * error
-    rate, error = rejection_rate(lambda rng, k: p_of_runs(rng, k, n - 1))
-    assert compare.POWER - 0.1 < rate < compare.POWER + 4 * error
-
-    a, b = [100.0, 102.0, 101.0], [99.0, 101.5, 100.0, 100.0]
-    more = compare.more_runs_different(a, b)
-
-    def p_of(rng, k):
-        samples = (rng.normal(np.mean(x), np.std(x, ddof=1), (k, len(x) + more)) for x in (a, b))
-        return scipy_stats.ttest_ind(*samples, axis=1, equal_var=False).pvalue
-
-    rate, error = rejection_rate(p_of)
-    assert compare.POWER - 4 * error < rate < compare.POWER + 0.05
-
-
-@pytest.mark.parametrize(
-    "times, losses, said",
-    [
-        ([90.0, 90.5, 90.2, 89.8], [3.270, 3.271, 3.272, 3.270], ["FASTER by 10", "BELOW 3.28"]),
-        ([110.0, 110.5, 110.2, 109.8], [3.290, 3.291, 3.292, 3.290], ["SLOWER by 9", "ABOVE 3.28"]),
-        ([99.0, 101.0, 100.5, 98.0], [3.281, 3.279, 3.278, 3.280],
-         ["not shown to be faster", "more of each would", "more would settle"]),
-        ([90.0], [3.27], ["faster by 10", "two runs of each", "below 3.28, but no test", "two runs at least"]),
-        ([90.0, 90.5], [3.27, 3.27], ["below 3.28, but no test", "one seed?"]),
-        ([99.0, 100.0], [3.282, 3.279], ["not below 3.28: no number of runs"]),
-    ],
-)  # fmt: skip
-def test_verdicts(tmp_path, times, losses, said):
-    base = groups.gather("base", write_runs(tmp_path / "base", [1000 * t for t in TIMES_A], LOSSES[:4], steps=50))
-    new = groups.gather("new", write_runs(tmp_path / "new", [1000 * t for t in times], losses, steps=50))
-    verdict = compare.summary(new, base, 3.28)["verdict"]
-    assert all(part in verdict for part in said), verdict
-
-
-def test_runs_that_do_not_belong_are_set_aside(tmp_path):
-    folder = tmp_path / "runs"
-    write_runs(folder, [80, 81, 82], [3.27, 3.28, 3.29])
-    (folder / "copy.txt").write_bytes((folder / "0.txt").read_bytes())
-    (folder / "source.txt").write_bytes(make_log(script=b"x = 2\n"))
-    (folder / "setting.txt").write_bytes(make_log(environment=ENVIRONMENT.replace("lr=0.5", "lr=0.6")))
-    (folder / "steps.txt").write_bytes(make_log(lines=step_lines(9)))
-    (folder / "cut.log").write_bytes(make_log(lines=step_lines(4, total=8)))
-    (folder / "picture.png").write_bytes(b"\x89PNG")
-    group = groups.gather("runs", str(folder))
-    assert [run.path.name for run in group.runs] == ["0.txt", "1.txt", "2.txt"]
-    assert {log.path.name: reason for log, reason in group.aside} == {
-        "copy.txt": f"the same run as {folder / '0.txt'}",
-        "source.txt": "made with other sources than most here",
-        "setting.txt": "made with other settings than most here",
-        "steps.txt": "made with another number of steps than most here",
-        "cut.log": "cut short at step 4/8",
-    }
-
-
-def test_runs_of_one_experiment_may_differ_in_names_and_output(tmp_path):
-    """The script's name, the order in which its modules were imported, the seed and what is written: all are one group."""
-    (_, script), *modules = SOURCES.items()
-    changes = {
-        "a.txt": make_log(),
-        "name.txt": make_log({"my idea.py": script, **dict(modules)}, lines=step_lines(ms=11)),
-        "order.txt": make_log({"train_gpt.py": script, **dict(modules[::-1])}, lines=step_lines(ms=12)),
-        "output.txt": make_log(environment=ENVIRONMENT.replace("seed=0", "seed=1, sample_tokens=9, log_dir='x'"),
-                               lines=step_lines(ms=13)),
-    }  # fmt: skip
-    for name, data in changes.items():
-        (tmp_path / name).write_bytes(data)
-    group = groups.gather("runs", str(tmp_path))
-    assert ([run.path.name for run in group.runs], group.aside) == ([*changes], [])
-    assert compare.source_diffs(group.runs[0], group.runs[1]) == []
-    assert compare.environment_differences(group.runs[0], group.runs[3]) == []
-
-
-def test_sources_are_compared_by_path():
-    before = SOURCES | {"data/loader.py": b"a = 1\nb = 2\n", "runtime/log.py": b"c = 3\n"}
-    after = {"ideas/idea.py": b"import torch\nx = 3\n", "data/loader.py": b"a = 1\nb = 3\n", "data/log.py": b"c = 3\n",
-             "runtime/__init__.py": b"", "data/shards.py": SOURCES["data/shards.py"],
-             "data/__init__.py": b"", "triton_kernels.py": SOURCES["triton_kernels.py"].replace(b"\n", b"\r\n")}  # fmt: skip
-    a, b = parse_log(make_log(before), Path("a.txt")), parse_log(make_log(after), Path("b.txt"))
-    diffs = dict(compare.source_diffs(a, b))
-    assert {name: [line for line in lines if line[0] in "+-"] for name, lines in diffs.items()} == {
-        "ideas/idea.py": ["--- a.txt: train_gpt.py", "+++ b.txt: ideas/idea.py", "-x = 1", "+x = 3"],
-        "data/loader.py": ["--- a.txt: data/loader.py", "+++ b.txt: data/loader.py", "-b = 2", "+b = 3"],
-        "data/log.py": ["--- a.txt: (none)", "+++ b.txt: data/log.py", "+c = 3"],
-        "runtime/log.py": ["--- a.txt: runtime/log.py", "+++ b.txt: (none)", "-c = 3"],
-        "runtime/__init__.py": ["--- a.txt: (none)", "+++ b.txt: runtime/__init__.py"],
-        "triton_kernels.py": ["--- a.txt: triton_kernels.py", "+++ b.txt: triton_kernels.py"],
-    }
-    said = compare.changed(groups.Group("a", [a]), groups.Group("b", [b]))
-    assert said == (
-        "b changes: ideas/idea.py +1 −1; data/loader.py +1 −1; data/log.py +1 −0; runtime/__init__.py +0 −0; "
-        "runtime/log.py +0 −1; triton_kernels.py +0 −0"
-    )
 
 
 @pytest.fixture
@@ -165,19 +37,52 @@ def test_table_diff_and_picture(two_groups, tmp_path, capsys):
     assert "| a " in out and "| b " in out and "3.27827 | 0.00097" in out and "81.167 | 1.258" in out and "-10.167" in out
     assert "a losses: 3.2772, 3.2791, 3.2785" in out and "b times, s: 70.000, 71.000, 72.000" in out
     assert "b changes: train_gpt.py +1 −1; PyTorch 2.13.0+cu130 → 2.14.0+cu130; --lr 0.5 → 0.6" in out
+    assert "\nb ms a step (Δ ± its standard error): all steps 10145.83 → 8875.00, -1270.83 ± 116.00; first third" in out
     assert "\n-x = 1\n+x = 2\n" in out and "\x1b" not in out
-    assert "\nb: FASTER by 10.167 s (12.53%), p = " in out
+    assert "\nb: FASTER by 10.167 s (12.53%), 95% interval " in out
+    assert "\n  but: the logs do not tell their machines" in out
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
 
-def test_json_is_for_programs(two_groups, capsys):
-    compare.main([*two_groups, f"{two_groups[0]}/0.txt", "--json"])
+def shown(arguments, width):
+    """What a terminal of this width shows, without its colours."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    compare.report(groups.gather_all(arguments), 3.28, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 95, 130])
+def test_every_name_and_figure_is_shown_at_any_width(two_groups, tmp_path, width):
+    long = write_runs(tmp_path / "2026-01-31_an_idea_of_some_length", [70_500, 71_500], [3.2752, 3.2771], script=b"x = 3\n")
+    out = shown([*two_groups, long], width)
+    table = out.partition("a losses")[0]
+    figures = ("81.167", "1.258", "-10.167", "3.27827", "0.00097", "-0.00133", "0.043", "3.27615")
+    assert all(figure in table for figure in figures) and "…" not in table
+    tables = len(re.findall(r"^ a ", table, re.MULTILINE))
+    names = "".join(re.findall(r"^ (\S+)(?: |$)", table, re.MULTILINE))
+    assert names.count("2026-01-31_an_idea_of_some_length") == tables == (2 if width < 120 else 1)
+    assert max(map(len, out.splitlines())) <= width
+
+
+def test_json_is_for_programs(two_groups, tmp_path, capsys):
+    single = write_runs(tmp_path / "c", [75_000], [3.27])
+    compare.main([*two_groups, single, "--json"])
     a, b, single = json.loads(capsys.readouterr().out)["groups"]
     assert a["times"] == [80, 81, 82.5] and b["losses"] == [3.2752, 3.2771, 3.2785] and a["steps"] == 8
     assert b["time_p"] == pytest.approx(scipy_stats.ttest_ind(a["times"], b["times"], equal_var=False).pvalue)
     assert b["loss_p"] == pytest.approx(scipy_stats.ttest_ind(a["losses"], b["losses"], equal_var=False).pvalue)
-    assert single["runs"] == 1 and single["time_sigma"] is None and single["time_p"] is None
+    assert b["seeds"] == ["0", "1", "2"] and b["equal_loss"]["over"] == 4 and b["paces"][0]["difference"]["mean"] < 0
+    assert single["runs"] == 1 and single["time_sigma"] is None and single["time_p"] is None and single["equal_loss"] is None
     assert {change["what"] for change in b["environment_changes"]} == {"PyTorch", "--lr"}
+
+
+def test_what_was_set_aside_is_folded(tmp_path, two_groups, capsys):
+    for i in range(37):
+        (tmp_path / "b" / f"cut{i:02}.txt").write_bytes(make_log(lines=step_lines(1 + i % 7, total=8)))
+    compare.main([*two_groups])
+    out = capsys.readouterr().out
+    assert out.count("set aside: /") == 1 and "(and 36 more like it: cut01.txt, cut02.txt, cut03.txt and 33 more)" in out
+    assert "b (3 of 40 logs; set aside: 37 cut short): FASTER" in out
 
 
 def test_wrong_input_ends_with_a_message(tmp_path, two_groups):
@@ -195,6 +100,20 @@ def test_wrong_input_ends_with_a_message(tmp_path, two_groups):
         compare.main([*two_groups, "--plot", str(tmp_path / "nowhere" / "x.png")])
 
 
+def test_a_folder_within_another_and_a_folder_of_both(tmp_path, capsys):
+    """`compare.py logs logs/idea` compares the rest with the idea; `compare.py logs` alone has two kinds, and says so."""
+    logs = tmp_path / "logs"
+    write_runs(logs, [80_000, 81_000], [3.27, 3.28])
+    write_runs(logs / "idea", [70_000, 71_000], [3.27, 3.28], script=b"x = 3\n")
+    compare.main([str(logs), str(logs / "idea")])
+    out = capsys.readouterr().out
+    assert f"note: 2 of 4 logs of {logs} belong to {logs / 'idea'}, which names fewer: not counted here" in out
+    assert "idea: FASTER by 10.000 s" in out and re.search(r"\| logs +\|    2 \|", out)
+    with pytest.raises(SystemExit, match="2 kinds of runs"):
+        compare.main([str(logs)])
+    compare.main([str(logs), "--any-source"])
+
+
 def test_globs_and_names_that_tell_groups_apart(tmp_path, capsys):
     for name in ("x", "y"):
         write_runs(tmp_path / name / "logs", [80, 81], [3.27, 3.28])
@@ -204,12 +123,21 @@ def test_globs_and_names_that_tell_groups_apart(tmp_path, capsys):
     assert "| *.txt" not in out and "| x/logs |    2" in out and "| y/logs |    2" in out
 
 
-def test_many_random_losses_against_scipy():
-    rng = random.Random(0)
-    for _ in range(50):
-        a, b = ([rng.gauss(3.28, 0.002) for _ in range(rng.randint(2, 12))] for _ in range(2))
-        assert compare.p_different(a, b) == pytest.approx(scipy_stats.ttest_ind(a, b, equal_var=False).pvalue, rel=1e-9)
-        assert compare.p_below(a, 3.28) == pytest.approx(scipy_stats.ttest_1samp(a, 3.28, alternative="less").pvalue, rel=1e-9)
+def test_pairs(two_groups, capsys):
+    compare.main([*two_groups, "--pairs"])
+    test = scipy_stats.ttest_rel([70, 71, 72], [80, 81, 82.5])
+    assert (
+        f"FASTER by 10.167 s (12.53%), 95% interval 9.450 to 10.884 s, p = {test.pvalue:.2g}, in pairs"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_a_reader_that_leaves_is_no_error(two_groups, options):
+    command = [sys.executable, str(ROOT / "records" / "compare.py"), *two_groups, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
 def test_the_tools_run_from_any_folder(tmp_path):
@@ -218,6 +146,123 @@ def test_the_tools_run_from_any_folder(tmp_path):
         ("compare.py", ["log.txt"], "log.txt: mean loss below 3.28"),
         ("extract.py", ["log.txt", "x y"], "run it: ./run.sh 'x y/train_gpt.py'"),
         ("history.py", ["--help"], "--add"),
+        ("plan.py", ["0.001"], "48 runs of each"),
     ):
         command = [sys.executable, ROOT / "records" / tool, *options]
         assert said in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+
+# -----------------------------------------------------------------------------
+# Changes
+
+
+def test_sources_are_compared_by_path():
+    before = SOURCES | {"data/loader.py": b"a = 1\nb = 2\n", "runtime/log.py": b"c = 3\n"}
+    after = {"ideas/idea.py": b"import torch\nx = 3\n", "data/loader.py": b"a = 1\nb = 3\n", "data/log.py": b"c = 3\n",
+             "runtime/__init__.py": b"", "data/shards.py": SOURCES["data/shards.py"],
+             "data/__init__.py": b"", "triton_kernels.py": SOURCES["triton_kernels.py"].replace(b"\n", b"\r\n")}  # fmt: skip
+    a, b = parse_log(make_log(before), Path("a.txt")), parse_log(make_log(after), Path("b.txt"))
+    diffs = dict(changes.source_diffs(a, b))
+    assert {name: [line for line in lines if line[0] in "+-"] for name, lines in diffs.items()} == {
+        "ideas/idea.py": ["--- a.txt: train_gpt.py", "+++ b.txt: ideas/idea.py", "-x = 1", "+x = 3"],
+        "data/loader.py": ["--- a.txt: data/loader.py", "+++ b.txt: data/loader.py", "-b = 2", "+b = 3"],
+        "data/log.py": ["--- a.txt: (none)", "+++ b.txt: data/log.py", "+c = 3"],
+        "runtime/log.py": ["--- a.txt: runtime/log.py", "+++ b.txt: (none)", "-c = 3"],
+        "runtime/__init__.py": ["--- a.txt: (none)", "+++ b.txt: runtime/__init__.py"],
+        "triton_kernels.py": ["--- a.txt: triton_kernels.py", "+++ b.txt: triton_kernels.py"],
+    }
+    said = changes.changed(groups.Group("a", [a]), groups.Group("b", [b]))
+    assert said == (
+        "b changes: ideas/idea.py +1 −1; data/loader.py +1 −1; data/log.py +1 −0; runtime/__init__.py +0 −0; "
+        "runtime/log.py +0 −1; triton_kernels.py +0 −0"
+    )
+
+
+# -----------------------------------------------------------------------------
+# The rules, and the public speedrun's README
+
+
+LOADER = "from data.loader import batches\nimport torch\n"
+SCRIPTS = {
+    "base": LOADER + "for x in batches(4):\n    with run.paused(1):\n        validate()\n",
+    "idea": LOADER + "lr = 2\nfor x in batches(4):\n    with run.paused(1):\n        validate()\n",
+    "data": LOADER + "for x in batches(8):\n    with run.paused(1):\n        validate()\n",
+    "clock": LOADER + "for x in batches(4):\n    with run.paused(1):\n        validate(train())\n",
+    "flag": LOADER
+    + "torch._inductor.config.max_autotune = True\nfor x in batches(4):\n    with run.paused(1):\n        validate()\n",
+}
+MODULES = {"data/loader.py": b"a = 1\n", "runtime/log.py": b"c = 3\n"}
+
+
+def rule_marks(
+    tmp_path, name, capsys, times=(70_000, 70_500, 71_000), modules=MODULES, base_modules=MODULES, environment=ENVIRONMENT
+):
+    losses = [3.2752, 3.2751, 3.2755]
+    folders = []
+    for script, times, files, text in (
+        ("base", [80_000, 80_400, 80_200], base_modules, ENVIRONMENT),
+        (name, times, modules, environment),
+    ):
+        sources = {"train_gpt.py": SCRIPTS[script].encode(), **files}
+        folders.append(write_runs(tmp_path / f"{len(folders)}", times, losses, sources=sources, environment=text))
+    compare.main([*folders, "--rules"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- [")]
+    return "".join(line[3] for line in lines), lines
+
+
+def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
+    marks, lines = rule_marks(tmp_path, "idea", capsys)
+    assert marks == "xxxxxxx " and lines[1].startswith("- [x] Mean loss below 3.28 at p < 0.01: 3.27527, p = ")
+    assert len(lines) == 8 and "logs cannot tell of others" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "rule, mark, options",
+    [
+        (0, " ", {"name": "data"}),
+        (0, "!", {"modules": MODULES | {"data/loader.py": b"a = 2\n"}}),
+        (0, "x", {"modules": MODULES | {"data/loader.py": b"a = 1  # one\n"}}),
+        (0, " ", {"modules": {}, "base_modules": {}}),
+        (0, " ", {"environment": ENVIRONMENT.replace("lr=0.5", "data='other'")}),
+        (2, " ", {"name": "clock"}),
+        (2, "!", {"modules": MODULES | {"runtime/log.py": b"c = 4\n"}}),
+        (3, "!", {"name": "flag"}),
+        (5, "!", {"times": (90_000, 90_500, 91_000)}),
+        (5, "!", {"environment": ENVIRONMENT.replace("6.8", "6.9")}),
+        (6, "!", {"environment": ENVIRONMENT.replace("seed=0", "seed= 0")}),
+        (6, " ", {"environment": ENVIRONMENT.replace("seed=0", "x=0")}),
+    ],
+)
+def test_what_is_not_proven_or_broken_is_marked(tmp_path, capsys, rule, mark, options):
+    marks, lines = rule_marks(tmp_path, **{"name": "idea", "capsys": capsys, **options})
+    assert marks[rule] == mark, lines[rule]
+
+
+def test_the_snippet_runs_and_prints_its_own_comments(two_groups, capsys):
+    compare.main([*two_groups, "--snippet"])
+    out = capsys.readouterr().out
+    code = out.partition("```python\n")[2].partition("```")[0]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    expected = re.findall(r'print\("(.*?):".*#(.*)', code)
+    assert printed.getvalue().splitlines() == [f"{what}:{value}" for what, value in expected] and len(expected) == 5
+    assert "| <number> | 1.183 minutes | <description> |" in out and "losses = [3.2752, 3.2771, 3.2785]" in code
+
+
+def test_rules_of_unreadable_sources_are_left_open():
+    assert rules.flag_lines(b"x = = 1") == [] and not rules.statements(b"x = = 1", "data")
+    bare, whole = parse_log(step_lines().encode()), parse_log(make_log())
+    for check in (rules.data_stream, rules.clock, rules.compiler_flags):
+        assert check(whole, bare) == (rules.OPEN, "logs hold no sources")
+    assert rules.sources(groups.Group("bare", [bare]))[0] == rules.BROKEN
+
+
+def test_logs_of_the_public_speedrun_on_two_machines(tmp_path, capsys):
+    """Byte-identical sources, two nodes: not "slower", and a loss all the same."""
+    a = write_runs(tmp_path / "a", [100_000, 100_100, 100_050], [3.277, 3.278, 3.2775], environment=smi_environment())
+    b = write_runs(tmp_path / "b", [101_200, 101_300, 101_250], [3.276, 3.279, 3.2772], environment=smi_environment("560.2"))
+    compare.main([a, b])
+    out = capsys.readouterr().out
+    assert "b: times not comparable: different machines (driver 570.10 and 560.2);\n  not shown to have another loss: " in out
+    assert re.search(r"\| b +\|    3 \|     8 \| 101.250 \| 0.050 \|   \|   \| 3.27740 ", out)

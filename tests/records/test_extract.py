@@ -41,6 +41,8 @@ def test_no_file_is_overwritten_unless_forced(tmp_path):
     assert tree(folder) == {"data/shards.py": b"mine", "other.py": b"other"}
     extract.main([str(log), str(folder), "--force"])
     assert tree(folder) == SOURCES | {"other.py": b"other"}
+    with pytest.raises(SystemExit, match=rf"again/[\w/.]+ and {len(SOURCES) - 1} more exist: choose another folder"):
+        extract.main([str(log), str(folder)])
 
 
 @pytest.mark.parametrize(
@@ -149,14 +151,12 @@ def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):
     """
     tokens = np.tile(np.frombuffer(b"\0" + SOURCES["train_gpt.py"] * 20, dtype=np.uint8).astype(np.uint16), 40)
     tokens[tokens == 0] = 256
-    for split in ("train", "val"):
-        write_shard(tmp_path / f"local_{split}_000000.bin", tokens)
+    write_shard(tmp_path / "local_train_000000.bin", tokens)
+    write_shard(tmp_path / "local_val_000000.bin", tokens[: len(tokens) // 2])
     script = (ROOT / "train_gpt.py").read_bytes() + f"\nTRAP = '''\n{make_log().decode()}'''\r\n".encode()
     modules = [
-        ROOT / "sample.py",
-        ROOT / "triton_kernels.py",
-        *sorted((ROOT / "runtime").glob("*.py")),
-        *sorted((ROOT / "data").glob("*.py")),
+        *(ROOT / name for name in ("attention.py", "sample.py", "triton_kernels.py")),
+        *(path for folder in ("data", "launch", "runtime") for path in sorted((ROOT / folder).glob("*.py"))),
     ]
     sources = {"idea.py": script, **{str(path.relative_to(ROOT)): path.read_bytes() for path in modules}}
     (tmp_path / "log.txt").write_bytes(make_log(sources))
@@ -164,7 +164,7 @@ def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):
     options = (
         f"--preset=demo --data={tmp_path} --log_dir={tmp_path} --run_id=run --model_dim=32 --num_heads=2 --head_dim=16 "
         "--batch_unit=64 --num_scheduled_iterations=1 --num_extension_iterations=0 --val_every=0 --val_tokens=2048 "
-        "--val_batch_tokens=1024 --sample_tokens=5"
+        "--val_batch_tokens=1024 --sample_tokens=5 --fp8_head=False"
     )
     how = {"check": False, "capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120,
            "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}}  # fmt: skip

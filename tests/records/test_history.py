@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("scipy", reason="pip install -r records/requirements.txt")
 pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
 
-from made_logs import write_runs
+from made_logs import ENVIRONMENT, make_log, records_folder, step_lines, write_runs
 
 import history
 
@@ -25,14 +25,15 @@ def test_history_is_made_from_the_records(tmp_path, capsys):
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     rows = [line for line in text.splitlines() if line.startswith("| [")]
     assert rows == [
-        "| [2](2_B/README.md) | 70.5 s | 3.2750 | second | 2026-01-02 | [log](2_B/0.txt), of 2 | Ann, Bob |",
-        "| [1](1_A/README.md) | 80.5 s | 3.2750 | first \\| one | 2026-01-01 | [log](1_A/0.txt), of 2 | Ann, Bob |",
+        "| [2](2_B/README.md) | 70.500 s | 3.2750 | second | 2026-01-02 | [log](2_B/0.txt), of 2 | Ann, Bob |",
+        "| [1](1_A/README.md) | 80.500 s | 3.2750 | first \\| one | 2026-01-01 | [log](1_A/0.txt), of 2 | Ann, Bob |",
     ]
     assert (tmp_path / "2_B" / "0.txt").read_bytes() == Path(faster, "0.txt").read_bytes()
     page = (tmp_path / "2_B" / "README.md").read_text()
     assert "| 1_A " in page and "2_B: FASTER by 10.000 s" in page and "comparison.png" in page and str(tmp_path) not in page
     history.main(["--check"], tmp_path)
-    (tmp_path / "2_B" / "README.md").write_text("edited")
+    page = page.replace("FASTER", "SLOWER")
+    (tmp_path / "2_B" / "README.md").write_text(page)
     with pytest.raises(SystemExit, match="out of date: .*2_B"):
         history.main(["--check"], tmp_path)
 
@@ -41,11 +42,13 @@ def test_history_is_made_from_the_records(tmp_path, capsys):
         history.main(["--add", "1_A", runs, "--description", "x", *more], tmp_path)
     with pytest.raises(SystemExit, match="no such log"):
         history.main(["--add", "3_C", str(tmp_path / "absent"), "--description", "x", *more], tmp_path)
-    with pytest.raises(SystemExit, match=r"nowhere.record\.toml"):
+    with pytest.raises(SystemExit, match="nowhere: no such log or folder"):
         history.main(["--add", "3_C", runs, "--description", "x", "--baseline", "nowhere", *more], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     (tmp_path / "1_A" / "record.toml").write_text('date = "2026-01-01"\n')
-    with pytest.raises(SystemExit, match=r"1_A.record\.toml: description, contributors, track, target: missing"):
+    with pytest.raises(
+        SystemExit, match=r"1_A.record\.toml: description must be a line of text; contributors must be a list of names; track"
+    ):
         history.main([], tmp_path)
 
 
@@ -57,7 +60,7 @@ def test_the_readme_above_has_the_same_table_with_links_that_lead_to_the_records
         readme.write_text(f"before\n{history.BEGIN}\n{history.END}\nafter\n")
     history.main(["--add", "1_A", runs, "--description", "first", "--date", "2026-01-01", "--contributors", "Ann"], root)
     above, own = ((folder / "README.md").read_text() for folder in (tmp_path, root))
-    assert "| [1](1_A/README.md) | 80.5 s | 3.2750 " in own
+    assert "| [1](1_A/README.md) | 80.500 s | 3.2750 " in own
     assert above == own.replace("](1_A/", "](records/1_A/") != own
     (tmp_path / "README.md").write_text(history.BEGIN)
     with pytest.raises(SystemExit, match="README.md: the lines .* are not there"):
@@ -71,14 +74,100 @@ def test_a_records_picture_is_drawn_with_it_and_anew(tmp_path):
     for name, time, more in (("1_A", 80_000, []), ("2_B", 70_000, ["--baseline", "1_A"])):
         runs = write_runs(tmp_path / "runs" / name, [time, time + 1000], [3.27, 3.28])
         history.main(["--add", name, runs, "--description", "x", "--contributors", "Ann", *more], tmp_path)
-    picture = tmp_path / "2_B" / "loss.png"
-    drawn = picture.read_bytes()
-    assert drawn.startswith(b"\x89PNG") and (tmp_path / "1_A" / "loss.png").read_bytes() != drawn
-    picture.unlink()
+    pictures = [tmp_path / "2_B" / name for name in ("loss.png", "comparison.png")]
+    drawn = [picture.read_bytes() for picture in pictures]
+    for picture, data in zip(pictures, drawn, strict=True):
+        assert data.startswith(b"\x89PNG") and (tmp_path / "1_A" / picture.name).read_bytes() != data
+        picture.unlink()
     history.main(["--picture", "2_B"], tmp_path)
-    assert picture.read_bytes() == drawn
+    assert [picture.read_bytes() for picture in pictures] == drawn
     with pytest.raises(SystemExit, match="3_C"):
         history.main(["--picture", "3_C"], tmp_path)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    return records_folder(tmp_path, monkeypatch)
+
+
+def add(root, name, *arguments):
+    history.main(["--add", name, *map(str, arguments), "--description", "x", "--contributors", "Ann"], root)
+
+
+def test_runs_that_do_not_count_are_named_and_no_record_is_made_without_a_word_on_them(tmp_path, root):
+    runs = Path(write_runs(tmp_path / "runs", [80_000, 81_000, 82_000], [3.27, 3.28, 3.29]))
+    for i in range(37):
+        (runs / f"cut{i}.txt").write_bytes(make_log(lines=step_lines(3, total=8)))
+    (runs / "other.txt").write_bytes(make_log(script=b"x = 2\n", lines=step_lines(ms=9)))
+    with pytest.raises(SystemExit, match="38 of 41 logs of 1_A would not count:") as error:
+        add(root, "1_A", runs)
+    said = error.value.code.splitlines()
+    assert len(said) == 4 and "cut0.txt: cut short at step 3/8 (and 36 more like it" in said[1]
+    assert "other.txt: other than most here: sources" in said[2] and "--keep-aside" in said[3]
+    assert sorted(path.name for path in root.iterdir()) == ["README.md"]
+    add(root, "1_A", runs, "--keep-aside")
+    assert len([*(root / "1_A").glob("*.txt")]) == 41
+    page = (root / "1_A" / "README.md").read_text()
+    assert "1_A (3 of 41 logs; set aside: 37 cut short, 1 other than most here): mean loss" in page
+    assert "set aside: cut0.txt: cut short at step 3/8 (and 36 more like it" in page and str(tmp_path) not in page
+    history.main(["--check"], root)
+
+
+def test_a_baseline_does_not_become_the_record(tmp_path, root):
+    """Given the folder above both, most runs being the baseline's, or its own folder."""
+    write_runs(tmp_path / "logs" / "baseline", [90_000, 91_000, 92_000], [3.27, 3.28, 3.29])
+    write_runs(tmp_path / "logs" / "idea", [80_000, 81_000], [3.27, 3.28], script=b"x = 2\n")
+    with pytest.raises(SystemExit, match="2 kinds of runs, which share no mean"):
+        add(root, "1_A", tmp_path / "logs")
+    with pytest.raises(SystemExit, match="0.txt: has the times and losses of a run of the baseline"):
+        add(root, "1_A", tmp_path / "logs" / "baseline", "--baseline", tmp_path / "logs" / "baseline")
+    add(root, "1_A", tmp_path / "logs" / "baseline")
+    with pytest.raises(SystemExit, match="0.txt: has the times and losses of a run of the record 1_A"):
+        add(root, "2_B", tmp_path / "logs" / "baseline")
+    assert sorted(path.name for path in root.iterdir()) == ["1_A", "README.md"]
+
+
+def test_a_baseline_of_logs_is_kept_and_compared_with(tmp_path, root):
+    """Not the archive's, which ran on another machine."""
+    here, there = (
+        ENVIRONMENT.replace("attention", f"cpu: {name}, 8 cores, 1 threads a rank\nattention") for name in ("a", "b")
+    )
+    archive = write_runs(tmp_path / "archive", [95_000, 96_000], [3.27, 3.28], environment=there)
+    same = Path(write_runs(tmp_path / "same", [90_000, 91_000], [3.27, 3.28], environment=here))
+    idea = write_runs(tmp_path / "idea", [80_000, 81_000], [3.27, 3.28], script=b"x = 2\n", environment=here)
+    add(root, "1_A", archive)
+    add(root, "2_B", idea, "--baseline", same)
+    add(root, "3_C", Path(write_runs(tmp_path / "c", [70_000, 71_000], [3.27, 3.28], environment=here)), "--baseline", "1_A")
+    kept = root / "2_B" / "baseline"
+    assert sorted(path.read_bytes() for path in kept.iterdir()) == sorted(path.read_bytes() for path in same.iterdir())
+    page = (root / "2_B" / "README.md").read_text()
+    assert "| baseline |" in page and "2_B: FASTER by 10.000 s" in page and "baseline times, s: 90.000, 91.000" in page
+    assert "baseline" not in (root / "2_B" / "record.toml").read_text()
+    assert "| [2](2_B/README.md) | 80.500 s |" in (root / "README.md").read_text()
+    assert "3_C: times not comparable: different machines" in (root / "3_C" / "README.md").read_text()
+    history.main(["--check"], root)
+    (kept / "0.txt").write_bytes(make_log(lines=step_lines(3, total=8)))
+    with pytest.raises(SystemExit, match="out of date: .*2_B"):
+        history.main(["--check"], root)
+
+
+def test_an_authors_own_text_stays(tmp_path, root):
+    add(root, "1_A", write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28]))
+    readme = root / "1_A" / "README.md"
+    text = readme.read_text()
+    readme.write_text(f"My words.\n\n{text}\n## More of them\n")
+    history.main(["--check"], root)
+    (root / "1_A" / "record.toml").write_text((root / "1_A" / "record.toml").read_text().replace('"x"', '"y"'))
+    history.main([], root)
+    again = readme.read_text()
+    assert again == f"My words.\n\n{text}\n## More of them\n".replace("\nx\n", "\ny\n") != f"My words.\n\n{text}"
+    for broken in ("My words alone.\n", f"{text}{history.PAGE_END}\n", text.replace(history.PAGE_END, "")):
+        readme.write_text(broken)
+        with pytest.raises(
+            SystemExit, match=r"1_A.README.md: not overwritten, as the lines .* are not there: add them, or remove"
+        ):
+            history.main([], root)
+        assert readme.read_text() == broken
 
 
 def test_the_pages_in_records_are_up_to_date():

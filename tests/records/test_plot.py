@@ -1,13 +1,17 @@
-"""The picture of a comparison shows the stages that the run's script tells."""
+"""The picture of a comparison shows its groups' figures, differences and stages, and every label fits."""
+
+import re
 
 import pytest
 
 pytest.importorskip("scipy", reason="pip install -r records/requirements.txt")
 pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
 
-from made_logs import ENVIRONMENT, make_log, step_lines
+from made_logs import ENVIRONMENT, make_log, step_lines, write_runs
 
 import plot
+import verdict
+from groups import gather_all
 from runlog import parse_log
 
 
@@ -50,3 +54,79 @@ def stages(table):
     script = f"from recipe import Stage\n\n{table}\n".encode()
     run = parse_log(make_log(script=script, environment=environment, lines=step_lines(64)))
     return [start for _, start in plot.stages(run)]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """draw(groups, …): the figure's panels by title, and the figure."""
+    kept = []
+    save = plot.save
+    monkeypatch.setattr(plot, "save", lambda figure, panels, path: kept.append(figure) or save(figure, panels, path))
+
+    def draw(*arguments):
+        plot.draw(*arguments)
+        figure = kept[-1]
+        return {axes.get_title().partition(";")[0]: axes for axes in figure.axes}, figure
+
+    return draw
+
+
+NAMES = ("baseline", "an idea whose name goes on and on" + " for ever" * 15, "$x^2", "_under", "e", "f", "seventh")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Seven groups; of "e" the logs have no times."""
+    found = [
+        write_runs(
+            tmp_path / name, [(90 - 3 * i + x) * 1000 for x in (0, 1, 3)], [3.28 - i / 1000 + x for x in (0, 0.001, 0.003)]
+        )
+        for i, name in enumerate(NAMES)
+    ]
+    for path in (tmp_path / "e").iterdir():
+        text = re.sub(rb"(?m)^step:\d+/\d+ train_time.*\n", b"", path.read_bytes())
+        path.write_bytes(re.sub(rb" train_time:\S+ step_avg:\S+", b"", text))
+    return found
+
+
+def test_final_figures_and_differences_are_the_verdicts(drawn, folders, tmp_path):
+    groups = gather_all(folders)
+    panels, _ = drawn(groups, 3.28, str(tmp_path / "out.png"))
+    assert {"final loss", "Δ loss", "final time, s", "Δ time, s"} <= panels.keys()
+    rows = verdict.compare(groups, 3.28)
+    for what, key in (("Δ loss", "loss"), ("Δ time, s", "time")):
+        shown = [row for row in rows[1:] if row[f"{key}_difference"] == row[f"{key}_difference"]]
+        bars = panels[what].containers
+        assert len(bars) == len(shown) == (5 if key == "time" else 6)
+        for bar, row in zip(bars, shown, strict=True):
+            (low, high) = bar.lines[2][0].get_segments()[0][:, 0]
+            assert (low, high) == pytest.approx((row[f"{key}_low"], row[f"{key}_high"]))
+            assert bar.lines[0].get_xdata() == pytest.approx([row[f"{key}_difference"]])
+    points = [line.get_xdata() for line in panels["final time, s"].lines if line.get_marker() == "o"]
+    assert [*map(list, points)] == [group.times for group in groups if group.name != "e"]
+    said = {name: [text.get_text() for text in panels[name].texts] for name in panels}
+    assert "no times that compare" in said["final time, s"] and "not comparable" in said["Δ time, s"]
+    assert "without times: e" in said["validation loss against time"]
+    by_step = [line for line in panels["validation loss against step"].lines if len(line.get_xdata()) > 2]
+    assert len(by_step) == sum(len(group.runs) for group in groups)  # those without times too
+
+
+def test_no_two_labels_collide(drawn, folders, tmp_path):
+    panels, figure = drawn(gather_all(folders), 3.28, str(tmp_path / "out.png"))
+    renderer = figure.canvas.get_renderer()
+    names = [text.get_window_extent(renderer) for text in panels["final loss"].get_yticklabels()]
+    legend = [text.get_window_extent(renderer) for text in figure.legends[0].get_texts()]
+    frame = figure.bbox
+    assert len(names) == len(legend) == len(NAMES)
+    for boxes in (names, legend, [axes.get_tightbbox(renderer) for axes in figure.axes]):
+        assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1 for box in boxes)
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert figure.legends[0].get_texts()[2].get_text() == r"\$x^2 (3 runs)"
+
+
+def test_one_group_and_logs_without_any_time_are_drawn(drawn, folders, tmp_path):
+    panels, _ = drawn(gather_all([folders[4]]), 3.28, str(tmp_path / "out.png"))
+    assert panels.keys() == {
+        "validation loss against step", "validation loss against time", "step time", "final loss", "final time, s",
+    }  # fmt: skip
+    assert [text.get_text() for text in panels["step time"].texts] == ["no times in the logs"]

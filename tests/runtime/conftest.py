@@ -1,21 +1,3 @@
-"""Runs so small that threads and warm-up would take most of their time."""
+"""Runs here are small: tests/quick_runs.py."""
 
-import os
-from collections.abc import Iterator
-
-import pytest
-
-import train_gpt
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda _: {0})
-        yield
-
-
-@pytest.fixture
-def no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes nothing: test_run.py."""
-    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
+from quick_runs import no_warm_up, one_thread  # noqa: F401

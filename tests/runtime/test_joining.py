@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import common
 from common import ROOT, launch, options, text_of, torchrun, wait_until
+from launch.console import AgreedError, RunError
 from runtime import ranks as runtime_ranks
-from runtime.ranks import AgreedError, Ranks, RunError
+from runtime.ranks import Ranks
 from train_gpt import main
 
 # -----------------------------------------------------------------------------
@@ -152,6 +153,8 @@ def test_ranks_that_found_another_thing_than_the_first_are_named(agreed):
 # -----------------------------------------------------------------------------
 # Runs that no rank may wait in
 
+QUICK = dict(val_every=0, fp8_head=False)  # custom operators import the compiler: a second of each rank
+
 
 def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
     """Each rank looks into a folder of its own, as on nodes with disks of their own."""
@@ -182,7 +185,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, victim):
     command, environment = torchrun(2)
-    arguments = options(shards, tmp_path, num_scheduled_iterations=80, val_every=0)
+    arguments = options(shards, tmp_path, num_scheduled_iterations=80, **QUICK)
     log = tmp_path / "logs" / "run.txt"
     with open(tmp_path / "output", "w") as output:
         launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, env=environment)
@@ -202,7 +205,7 @@ def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, vic
 def test_a_launchers_ranks_all_end_with_the_signals_code(shards, tmp_path):
     """SIGTERM to one rank alone; torchrun then reports code 143 for both."""
     command, environment = torchrun(2)
-    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=120, val_every=0)
+    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=120, **QUICK)
     log = tmp_path / "logs" / "run.txt"
     with open(tmp_path / "output", "w") as output:
         launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, env=environment)

@@ -16,14 +16,16 @@ SIGNED = (
 )  # fmt: skip
 POSITIVE = (
     "vocab_size", "model_dim", "num_heads", "head_dim", "num_scheduled_iterations", "batch_unit", "micro_batches", "block_size",
-    "max_doc_len", "val_tokens", "val_batch_tokens", "keep_checkpoints",
+    "val_tokens", "val_batch_tokens", "keep_checkpoints",
 )  # fmt: skip
+FROM_TWO = ("max_doc_len",)
 FLOATS = ("attention_scale", "adam_lr_mul", "muon_lr_mul")
 HUGE = 10**30
 OPTIONS = [  # arguments, message, exit code
     *((f"--{name}=-1", f"--{name}=-1: must be 0 or more", 1) for name in SIGNED),
     *((f"--{name}=0", f"--{name}=0: must be positive", 1) for name in POSITIVE),
-    *((f"--{name}={HUGE}", f"--{name}={HUGE}: must be below 2..40", 1) for name in (*SIGNED, *POSITIVE)),
+    *((f"--{name}=1", f"--{name}=1: must be 2 or more", 1) for name in FROM_TWO),
+    *((f"--{name}={HUGE}", f"--{name}={HUGE}: must be below 2..40", 1) for name in (*SIGNED, *POSITIVE, *FROM_TWO)),
     *((f"--{name}=1.5", f"argument --{name}: invalid int value: '1.5'", 2) for name in ("batch_unit", "seed", "save_every")),
     *((f"--{name}=", f"argument --{name}: invalid int value: ''", 2) for name in ("val_every", "keep_checkpoints")),
     *((f"--{name}={x}", f"--{name}={float(x)}: must be positive and finite", 1)
@@ -49,6 +51,8 @@ OPTIONS = [  # arguments, message, exit code
     ("--batch_unit=3", "--batch_unit=3 .stage 1.: 24 tokens do not divide into 2 micro-batches", 1),
     ("--micro_batches=7", "tokens do not divide into 7 micro-batches of a multiple of 16", 1),
     ("--val_tokens=300", "--val_tokens=300 is no multiple of --val_batch_tokens=256", 1),
+    ("--block_size=1099511627775", "--block_size=1099511627775: the most tokens are 384", 1),
+    ("--encoding=klingon", "no encoding is called 'klingon'; there are: bytes, ", 1),
     ("--doc_slots=100000", "--doc_slots=100000: the most tokens are 384", 1),
     ("--num_scheduled_iterations=2000000", "2000002 steps: a million is the most", 1),
     ("--num_scheduled_iterations=900", r"902 steps need [\d,]+ tokens .* enough for \d+ steps", 1),
@@ -61,7 +65,7 @@ OPTIONS = [  # arguments, message, exit code
     ("--run_id=../x", "--run_id=../x: must be a file's name, alone", 1),
     ("--resume=/nowhere.pt", "/nowhere.pt: cannot be read: No such file", 1),
     ("--resume=/", "/: cannot be read: Is a directory", 1),
-    ("--resume=latest", "--resume=latest: no usable checkpoint in .*/logs/run: start without it", 1),
+    ("--resume=latest", "latest: no usable checkpoint in .*/logs/run: name a file, or train without --resume", 1),
 ]  # fmt: skip
 
 
@@ -72,13 +76,13 @@ def test_a_bad_option_is_named(shards, tmp_path, capsys, argument, message, code
 
 
 def test_more_ranks_than_micro_batches_are_named(shards, tmp_path):
-    with pytest.raises(ValueError, match="--micro_batches=2 cannot be shared by 3 ranks: use a multiple of 3"):
+    with pytest.raises(ValueError, match="--micro_batches=2 cannot be shared by 3 ranks: use a multiple of 3, or start"):
         tiny_settings(shards, tmp_path).check(3)
 
 
 def test_every_number_has_its_limits_tried():
     of_type = {kind: {f.name for f in dataclasses.fields(Hyperparameters) if f.type is kind} for kind in (int, float)}
-    assert of_type[int] == {*SIGNED, *POSITIVE, "bos_id"} and of_type[float] == {*FLOATS}
+    assert of_type[int] == {*SIGNED, *POSITIVE, *FROM_TWO, "bos_id"} and of_type[float] == {*FLOATS}
 
 
 def test_help_lists_every_setting_with_its_meaning(capsys):

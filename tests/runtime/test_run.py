@@ -1,5 +1,6 @@
 """A whole run, as users start it, on two ranks: what it prints and logs, and that it learns. What a start imports."""
 
+import gc
 import io
 import re
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from common import ROOT, launch, lines_of, options
+from runtime.log import Clock
 from train_gpt import main
 
 
@@ -82,7 +84,7 @@ def test_one_rank_trains_like_two(finished, shards, tmp_path, no_warm_up):
 IMPORT = """
 import os, sys
 sys.path.insert(0, {root!r})
-from runtime import sources
+from launch import sources
 init, before = sources.Sources.__init__, set(sys.modules)
 def spy(self, script):
     early = sorted(set(sys.modules) - before - {{"train_gpt"}})
@@ -110,16 +112,26 @@ for name in sys.argv[1:]:
         importlib.import_module(name)
         files = {{n: getattr(m, "__file__", None) or "" for n, m in sys.modules.items()}}
         ours = [n for n, f in files.items() if f.startswith({root!r} + os.sep) and "site-packages" not in f]
-        print(name, *sorted(n for n in ours if n.partition(".")[0] not in ("runtime", "data")), flush=True)
+        print(name, *sorted(n for n in ours if n.partition(".")[0] not in ("launch", "runtime", "data")), flush=True)
         os._exit(0)
     if os.wait()[1]:
         sys.exit(f"{{name}} cannot be imported alone")
 """
 
 
-def test_each_file_of_the_runtime_is_imported_without_the_recipe():
+def test_each_file_of_launch_and_runtime_is_imported_without_the_recipe():
     """An idea.py would train train_gpt's model otherwise."""
-    names = sorted(f"runtime.{path.stem}" for path in (ROOT / "runtime").glob("[!_]*.py"))
+    names = [f"{at}.{path.stem}" for at in ("launch", "runtime") for path in sorted((ROOT / at).glob("[!_]*.py"))]
     command = [sys.executable, "-c", ALONE.format(root=f"{ROOT}"), *names]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "runtime.run" in names and result.stdout.splitlines() == names, result.stdout + result.stderr
+
+
+def test_garbage_is_collected_and_the_rest_set_aside_before_the_clock_starts(shards, tmp_path, no_warm_up, monkeypatch):
+    """A full collection takes half a second: once, on no rank's clock."""
+    events, start, collect = [], Clock.start, gc.collect
+    monkeypatch.setattr(Clock, "start", lambda clock: events.append(gc.get_freeze_count() > 100_000) or start(clock))
+    monkeypatch.setattr(gc, "collect", lambda: events.append("collect") or collect())
+    gc.unfreeze()
+    main(options(shards, tmp_path))
+    assert events[:2] == ["collect", True]

@@ -54,9 +54,10 @@ def test_sampling_computes_with_the_saved_weights(logs, monkeypatch):
     "arguments, message, code",
     [
         (["/nowhere.pt", "x"], "/nowhere.pt: cannot be read: No such file", 1),
-        (["latest", "x", "--log_dir=/nowhere"], "no usable checkpoint in /nowhere", 1),
+        (["latest", "x", "--log_dir=/nowhere"], "error: latest: no usable checkpoint in /nowhere/*: name a file", 1),
         (["x"], "required: prompt", 2),
-        (["x", "y", "--tokens=0"], "--tokens and --temperature must be positive", 2),
+        (["x", "y", "--tokens=0"], "--tokens and --temperature must be positive and finite", 2),
+        *[(["x", "y", f"--temperature={t}"], "must be positive and finite", 2) for t in ("inf", "nan", "0", "-1", "1e999")],
         (["x", "y", "--script=/nowhere.py"], "/nowhere.py: no such file", 2),
     ],
 )
@@ -64,3 +65,33 @@ def test_sampling_refuses_clearly(capsys, arguments, message, code):
     with pytest.raises(SystemExit) as exit_:
         sample.main(arguments)
     assert exit_.value.code == code and message in capsys.readouterr().err
+
+
+TEMPERATURES = {1e308: "any", 1e38: "any", 1e-38: "likeliest", 1e-45: "likeliest", 1e-46: "likeliest", 5e-324: "likeliest"}
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_any_finite_temperature_gives_probabilities(logs, monkeypatch, temperature):
+    """The limits of division: all tokens alike, or one alone."""
+    seen = []
+    monkeypatch.setattr(torch, "multinomial", lambda p, *_, **__: (seen.append(p.clone()), p.argmax()[None])[1])
+    sample.sample(train_gpt, f"{logs / 'run' / 'step_000008.pt'}", "abc", 2, temperature)
+    for p in seen:
+        expected = torch.full((257,), 1 / 256) if TEMPERATURES[temperature] == "any" else torch.eye(257)[p.argmax()]
+        expected[256] = 0  # end-of-text
+        assert torch.allclose(p, expected)
+
+
+@pytest.mark.parametrize("length", [383, 382, 381])
+def test_a_prompt_that_fills_the_model_is_refused_and_a_text_that_would_is_said_to_be_shorter(logs, capsys, length):
+    """This model takes 384 tokens in all: with end-of-text, a prompt of 382 leaves room for one."""
+    command = [f"{logs / 'run' / 'step_000008.pt'}", "x" * length, "--tokens=2", f"--script={SCRIPT}"]
+    if length == 383:
+        with pytest.raises(SystemExit, match="1"):
+            sample.main(command)
+        expected = "sample.py: error: the prompt has 384 tokens, the model takes 383 and writes on: shorten it\n"
+        assert capsys.readouterr().err == expected
+        return
+    sample.main(command)
+    err = capsys.readouterr().err
+    assert err == ("sample.py: writes 1 tokens, not 2: the model takes 384 in all\n" if length == 382 else "")

@@ -13,10 +13,10 @@ import torch
 
 import train_gpt
 from common import exit_code, forked, lines_of, options, text_of, wait_until
+from launch import signals
+from launch.signals import Signals
 from runtime import checkpoints
-from runtime import ranks as runtime_ranks
 from runtime.checkpoints import read_checkpoint
-from runtime.ranks import Signals
 from runtime.run import Run
 from train_gpt import TrainingManager, main
 
@@ -26,7 +26,7 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids
 @SIGNALS
 def test_a_signal_ends_the_run_after_its_step(shards, tmp_path, number, no_warm_up):
     """Saved, told in the log's last line, the signal's exit code, within seconds; and then resumed to the end."""
-    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=40)
+    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=40, val_every=0)
     child = forked(lambda: main(arguments), tmp_path / "output")
     log = tmp_path / "logs" / "run.txt"
     wait_until(lambda: "\nstep:2/" in text_of(log))
@@ -157,7 +157,7 @@ def test_a_second_signal_ends_at_once_whatever_the_process_waits_for(tmp_path, t
 @pytest.mark.parametrize("has_peers, code", [(True, 143), (False, 0)])
 def test_ranks_that_cannot_end_the_step_give_up(tmp_path, monkeypatch, has_peers, code):
     """One rank alone has nobody to wait for, and takes as long as it takes."""
-    monkeypatch.setattr(runtime_ranks, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(signals, "STOP_TIMEOUT", 0.2)
 
     def slow_step() -> None:
         with Signals() as signals:

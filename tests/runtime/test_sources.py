@@ -11,10 +11,10 @@ import pytest
 
 import train_gpt
 from common import ROOT, SCRIPT, lines_of, options, unequal
-from runtime import sources as runtime_sources
+from launch import sources as launch_sources
 from runtime.checkpoints import read_checkpoint
 from runtime.log import log_header
-from runtime.sources import Sources, python_files
+from launch.sources import Sources, python_files
 from sample import load_script
 from train_gpt import main
 
@@ -27,9 +27,9 @@ END = "step_000008.pt"
 def project(tmp_path_factory):
     """The project as users have it, with an idea in a folder of its own that has its own kernels; its parent is no part."""
     root = tmp_path_factory.mktemp("place") / "project"
-    for name in ("runtime", "data"):
+    for name in ("launch", "runtime", "data"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.bin", "local", "fineweb*"))
-    for name in ("triton_kernels.py", "sample.py", "run.sh", "requirements.txt"):
+    for name in ("attention.py", "triton_kernels.py", "sample.py", "run.sh", "requirements.txt"):
         shutil.copy(ROOT / name, root)
     shutil.copy(SCRIPT, root / "train_gpt.py")
     write_idea(root / "ideas", "idea.py", "my_kernels")
@@ -53,6 +53,11 @@ def run_sh(project: Path, standing_in: Path, *arguments: str) -> subprocess.Comp
     )  # fmt: skip
 
 
+def quick_options(shards: Path, folder: Path, **more: int) -> list[str]:
+    """Without custom operators, which import the compiler: a second of each run."""
+    return options(shards, folder, fp8_head=False, **more)
+
+
 def sources_of(log: Path) -> dict[str, bytes]:
     """What a log holds, by path; the script's, which has none there, is that of the settings' line."""
     sources, environment, _ = log.read_bytes().split(b"\n" + b"=" * 100 + b"\n", 2)
@@ -67,7 +72,7 @@ def sources_of(log: Path) -> dict[str, bytes]:
 def idea(project, shards, tmp_path_factory):
     """The folder of a run of ideas/idea.py, started from elsewhere by its path in the project."""
     folder = tmp_path_factory.mktemp("idea")
-    result = run_sh(project, folder, "ideas/idea.py", *options(shards, folder, save_every=4))
+    result = run_sh(project, folder, "ideas/idea.py", *quick_options(shards, folder, save_every=4))
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -76,7 +81,9 @@ def test_the_log_holds_every_file_that_was_imported(idea, project):
     found = sources_of(idea / "logs" / "run.txt")
     runtime = {f"runtime/{path.name}" for path in (project / "runtime").glob("*.py")}
     data = {"data/__init__.py", "data/encodings.py", "data/loader.py", "data/shards.py"}
-    assert {*found} == {"ideas/idea.py", "ideas/my_kernels.py", "triton_kernels.py", "sample.py"} | data | runtime
+    launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "signals", "sources")}
+    others = {"ideas/idea.py", "ideas/my_kernels.py", "attention.py", "triton_kernels.py", "sample.py"}
+    assert {*found} == others | launch | data | runtime
     assert next(iter(found)) == "ideas/idea.py" and list(found)[1:] == sorted(found.keys() - {"ideas/idea.py"})
     assert {name: (project / name).read_bytes() for name in found} == found
 
@@ -96,7 +103,7 @@ def again(idea, project, shards, tmp_path_factory):
     assert printed.endswith(f"run it: ./run.sh {project}/again/ideas/idea.py\n")
     with open(project / "again" / "runtime" / "options.py", "a") as file:
         file.write('print("another runtime")\n')
-    result = run_sh(project, project, "again/ideas/idea.py", *options(shards, folder, save_every=4))
+    result = run_sh(project, project, "again/ideas/idea.py", *quick_options(shards, folder, save_every=4))
     assert result.returncode == 0, result.stderr
     assert "another runtime" in result.stdout
     return folder
@@ -119,7 +126,7 @@ def test_a_script_outside_of_the_project_runs_with_the_helper_beside_it(project,
     """By its path from where the user stands; logged by its file's name."""
     elsewhere = project.parent / "elsewhere"
     write_idea(elsewhere, "mine.py", "helper")
-    result = run_sh(project, elsewhere, "mine.py", *options(shards, elsewhere, val_every=0, num_scheduled_iterations=3))
+    result = run_sh(project, elsewhere, "mine.py", *quick_options(shards, elsewhere, val_every=0, num_scheduled_iterations=3))
     assert result.returncode == 0, result.stderr
     found = sources_of(elsewhere / "logs" / "run.txt")
     assert next(iter(found)) == "mine.py" and found["mine.py"] == (elsewhere / "mine.py").read_bytes()
@@ -136,9 +143,10 @@ def test_a_file_where_the_user_stands_comes_before_the_projects(project):
 
 
 def test_an_unknown_script_is_one_message(project, tmp_path):
-    result = run_sh(project, tmp_path, "nowhere/idea.py", "--num_scheduled_iterations=3")
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr == f"run.sh: no such script: nowhere/idea.py, in {tmp_path} or {project}\n"
+    for here, places in ((tmp_path, f"{tmp_path} or {project}"), (project, f"{project}")):
+        result = run_sh(project, here, "nowhere/idea.py", "--num_scheduled_iterations=3")
+        assert result.returncode == 1 and result.stdout == ""
+        assert result.stderr == f"start.py: error: no such script: nowhere/idea.py, in {places}\n"
 
 
 # -----------------------------------------------------------------------------
@@ -164,7 +172,7 @@ def test_an_edit_during_a_run_does_not_reach_its_log_or_its_checkpoints(shards, 
 def tree(tmp_path, monkeypatch):
     """A small project: its root, and a function that imports one of its files for the length of a test."""
     root = tmp_path / "tree"
-    monkeypatch.setattr(runtime_sources, "ROOT", root)
+    monkeypatch.setattr(launch_sources, "ROOT", root)
     for name in ("idea.py", "empty/__init__.py", "empty/used.py", "unused.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("" if "__init__" in name else f"# {name}\n")

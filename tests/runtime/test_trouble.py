@@ -12,9 +12,10 @@ import torch
 
 import train_gpt
 from common import ends_with, exit_code, forked, lines_of, options, text_of, tiny_settings
+from launch.console import AgreedError
 from runtime import log
 from runtime.checkpoints import non_finite_tensors, read_checkpoint
-from runtime.ranks import AgreedError, Ranks
+from runtime.ranks import Ranks
 from train_gpt import TrainingManager, main
 
 # -----------------------------------------------------------------------------
@@ -27,18 +28,23 @@ def limit_file_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def test_a_disk_that_fills_hurts_neither_the_run_nor_the_last_checkpoint(shards, tmp_path, monkeypatch, no_warm_up):
-    """From step 4 on, nothing can be written."""
+def after_step_4(monkeypatch, work):
+    """Let work() happen once the optimizer has made step 4."""
     step_optimizers = TrainingManager.step_optimizers
 
-    def fill(self, step):
+    def wrapped(self, step):
         step_optimizers(self, step)
         if step == 4:
-            limit_file_size(os.path.getsize(tmp_path / "logs" / "run.txt") + 20)
+            work()
 
-    monkeypatch.setattr(TrainingManager, "step_optimizers", fill)
+    monkeypatch.setattr(TrainingManager, "step_optimizers", wrapped)
+
+
+def test_a_disk_that_fills_hurts_neither_the_run_nor_the_last_checkpoint(shards, tmp_path, monkeypatch, no_warm_up):
+    """From step 4 on, nothing can be written."""
+    after_step_4(monkeypatch, lambda: limit_file_size(os.path.getsize(tmp_path / "logs" / "run.txt") + 20))
     child = forked(lambda: main(options(shards, tmp_path, save_every=3)), Path("/dev/null"))  # which has no such limit
-    assert exit_code(child) == 0
+    assert exit_code(child) == 1  # the last checkpoint is missing
     lines = lines_of(tmp_path / "logs" / "run.txt")
     assert "\nstep:4/8 " in lines and "step:8/8" not in lines
     assert [path.name for path in (tmp_path / "logs" / "run").iterdir()] == ["step_000003.pt"]
@@ -46,15 +52,12 @@ def test_a_disk_that_fills_hurts_neither_the_run_nor_the_last_checkpoint(shards,
 
 
 def test_a_signal_on_a_full_disk_ends_the_run_with_its_code(shards, tmp_path, monkeypatch, no_warm_up):
-    step_optimizers = TrainingManager.step_optimizers
 
-    def fill(self, step):
-        step_optimizers(self, step)
-        if step == 4:
-            limit_file_size(os.path.getsize(tmp_path / "logs" / "run.txt") + 1000)
-            os.kill(os.getpid(), signal.SIGTERM)
+    def fill():
+        limit_file_size(os.path.getsize(tmp_path / "logs" / "run.txt") + 1000)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(TrainingManager, "step_optimizers", fill)
+    after_step_4(monkeypatch, fill)
     assert exit_code(forked(lambda: main(options(shards, tmp_path, save_every=3)), Path("/dev/null"))) == 143
     last = lines_of(tmp_path / "logs" / "run.txt").splitlines()[-1]
     assert re.fullmatch(r"stopped by SIGTERM after step:[56]/8: no checkpoint of step [56]: .*\.pt: File too large", last)
@@ -95,16 +98,18 @@ def test_a_log_that_cannot_be_written_waits_for_room(shards, tmp_path, monkeypat
 
 def test_lines_that_never_found_room_are_shown_at_the_end(shards, tmp_path, monkeypatch, capsys, no_warm_up):
     while_full(monkeypatch, "step:8/8 train", "never")
-    main(options(shards, tmp_path))
+    with pytest.raises(SystemExit) as exit_:
+        main(options(shards, tmp_path))
     printed = capsys.readouterr().out
+    assert exit_.value.code == 1
     assert "step:8/8" not in lines_of(tmp_path / "logs" / "run.txt")
     assert re.search(r"run.txt lacks its last \d+ bytes:\nstep:8/8 train_time.*\nstep:8/8 val_loss:.*\npeak memory", printed)
 
 
 def test_too_little_room_for_checkpoints_is_an_error_before_training(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
-    arguments = options(shards, tmp_path, save_every=3, keep_checkpoints=4)
-    message = r"5 checkpoints need [\d,]+ bytes, 1,000,000 are free: make room or lower --keep_checkpoints"
+    arguments = options(shards, tmp_path, save_every=3, keep_checkpoints=2)
+    message = r"3 checkpoints need [\d,]+ bytes, 1,000,000 are free: make room or lower --keep_checkpoints"
     ends_with(capsys, arguments, message, code=1)
     assert not (tmp_path / "logs" / "run.txt").exists() and not list((tmp_path / "logs" / "run").iterdir())
 

@@ -34,8 +34,10 @@ def test_warm_up_runs_every_shape_that_training_uses(shards, tmp_path, monkeypat
     def record(module, inputs):
         x, _, cu_seqlens, schedule = inputs
         windows = schedule.short_window, schedule.long_window, module.yarn.scale
-        shapes.append((module.training, len(x), len(cu_seqlens), len(schedule.mtp_weights), *windows))
+        numbers = *windows, schedule.max_doc_len  # a graph holds them
+        shapes.append((module.training, len(x), len(cu_seqlens), len(schedule.mtp_weights), *numbers))
 
+    manager.max_val_doc_len = train_gpt.check_shards(h).longest
     manager.model.register_forward_pre_hook(record)
     warm_up(manager, RANKS, first_step)
     warmed = shapes.copy()
@@ -50,6 +52,7 @@ def test_warm_up_runs_every_shape_that_training_uses(shards, tmp_path, monkeypat
     else:
         del shapes[: len(warmed)]
     assert set(shapes) == set(warmed) and len({s[:2] for s in warmed}) > (1 if first_step else 3)
+    assert len({(s[0], s[-1]) for s in warmed}) == 2  # one longest document for all of training, one for all validations
 
 
 def test_training_after_a_warm_up_equals_training_without(shards, tmp_path, monkeypatch):

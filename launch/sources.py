@@ -17,18 +17,21 @@ class Sources:
         self.path = Path(script).resolve()
         self.contents = {path: path.read_bytes() for path in {self.path, *python_files(ROOT)} if path.is_file()}
         self.script = self._name(self.path)  # its path in the project, or its file's name
+        self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
 
     def imported(self) -> dict[str, str]:
         """{path in the project: text, line breaks as they are} of the script, then of all that is imported by now."""
         files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
-        ours = sorted(path for file in files if file.endswith(".py") and self._is_ours(path := Path(file).resolve()))
+        self.paths |= {file: self._ours(file) for file in files - self.paths.keys()}
+        ours = sorted(path for file in files if (path := self.paths[file]))
         self.contents |= {path: path.read_bytes() for path in ours if path not in self.contents}
         return {self._name(path): self.contents[path].decode(errors="replace") for path in dict.fromkeys((self.path, *ours))}
 
-    def _is_ours(self, path: Path) -> bool:
-        beside = path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent)
+    def _ours(self, file: str) -> Path | None:
+        path = Path(file).resolve()
+        beside = file.endswith(".py") and (path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent))
         installed = {"site-packages", "dist-packages"} & {*path.parts} or any(path.is_relative_to(x) for x in LIBRARIES)
-        return beside and not installed and (path in self.contents or path.is_file())
+        return path if beside and not installed and (path in self.contents or path.is_file()) else None
 
     def _name(self, path: Path) -> str:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()

@@ -1,0 +1,141 @@
+"""Print the interpreter that has the packages of the given requirements files: the active one, or that of .venv.
+
+    python3 launch/environment.py requirements.txt [records/requirements.txt …]        # what run.sh and test.sh do first
+
+.venv is made if need be, and filled. What happens is told on stderr, with its seconds; pip is heard only if it fails. A line
+of the files says what .venv gets, and the oldest version that serves an active environment:
+
+    numpy==2.4.6  # from 2.0
+
+Runs on any Python 3, so that one that is too old can be told.
+"""
+
+import sys
+
+if __name__ == "__main__":
+    sys.path[:] = [path for path in sys.path if path != __file__.rpartition("/")[0]]  # a copy.py beside it is not the library's
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+OLDEST = (3, 11)
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+TOOLS = os.path.join(ROOT, "records", "requirements.txt")  # .venv gets what the tools in records/ need too
+PROGRAM = "run.sh"  # that asks, in messages
+LINE = re.compile(r"([A-Za-z0-9][\w.-]*)[^#]*(?:# from ([\d.]+)(?:, module (\w+))?)?")
+
+
+def fail(message):
+    sys.exit("{}: error: {}".format(PROGRAM, message))
+
+
+def tell(message):
+    print("{}: {}".format(PROGRAM, message), file=sys.stderr, flush=True)
+
+
+def numbers(text):
+    """2.13.0+cpu as (2, 13, 0)."""
+    return tuple(map(int, re.match(r"\d+(\.\d+)*", text)[0].split(".")))
+
+
+def missing(files):
+    """What this interpreter lacks of the files: a list of words."""
+    if sys.version_info < OLDEST:
+        return ["Python {}.{} or later".format(*OLDEST)]
+    lacks = []
+    for path in files:
+        with open(path) as file:
+            found = filter(None, map(LINE.match, file))
+            for name, oldest, module in (match.groups() for match in found):
+                try:
+                    there = version(name)
+                    spec = importlib.util.find_spec(module or name)
+                    whole = spec is not None and spec.origin is not None  # a folder without __init__.py has none
+                    if not whole or numbers(there) < numbers(oldest or "0"):
+                        lacks.append(name + (" from " + oldest if whole else ", which is half installed"))
+                except (PackageNotFoundError, TypeError, ValueError):
+                    lacks.append(name)
+    return lacks
+
+
+def missing_there(python, files):
+    """The same of another interpreter; None if it does not run."""
+    try:
+        done = subprocess.run(
+            [python, os.path.realpath(__file__), "--missing"] + files, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except OSError:
+        return None
+    return done.stdout.decode().splitlines() if done.returncode == 0 else None
+
+
+def run_quietly(command, purpose):
+    """Raises SystemExit with the last lines of what a command said, if it fails."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
+        fail("{}: {}".format(purpose, error))
+    if done.returncode:
+        said = done.stdout.decode(errors="replace").strip().splitlines()[-12:]
+        fail("{} failed, code {}:\n{}".format(purpose, done.returncode, "\n".join(said)))
+
+
+def new_python():
+    """An interpreter that is new enough to make .venv: this one, or another on the PATH. Raises SystemExit."""
+    names = ["python3.{}".format(minor) for minor in range(OLDEST[1] + 4, OLDEST[1] - 1, -1)]
+    found = [sys.executable] if sys.version_info >= OLDEST else list(filter(None, map(shutil.which, names)))
+    for python in found:  # a version manager's stand-in may lead nowhere
+        try:
+            if subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0:
+                return python
+        except OSError:
+            pass
+    fail("{} is Python {}.{}: {}.{} or later is needed".format(sys.executable, *(sys.version_info[:2] + OLDEST)))
+
+
+def ensure(files, root=ROOT):
+    """The interpreter. Raises SystemExit, with a message and code 1, if there is none and none can be made."""
+    lacks = missing(files)
+    if not lacks:
+        return sys.executable
+    folder, begun = os.path.join(root, ".venv"), time.time()
+    python = os.path.join(folder, "bin", "python")
+    there = missing_there(python, files)
+    if there == []:
+        return python
+    if there is None:
+        tell("{} lacks {}: making .venv".format(sys.executable, ", ".join(lacks)))
+        run_quietly([new_python(), "-m", "venv", "--clear", folder], "making .venv")
+        there = missing_there(python, files)
+    if there and there[0].startswith("Python "):
+        fail("{} is older than {}: remove {}".format(python, there[0].replace(" or later", ""), folder))
+    tell("installing into .venv, which takes minutes the first time: " + ", ".join(there or ["packages"]))
+    if subprocess.run([python, "-c", "import pip"], stderr=subprocess.DEVNULL).returncode:
+        run_quietly([python, "-m", "ensurepip"], "installing pip into .venv")
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    every = files if TOOLS in files else files + [TOOLS]
+    run_quietly(install + ["--requirement=" + path for path in every], "installing into .venv")
+    there = missing_there(python, files)
+    if there != []:
+        fail("{} still lacks {}: remove {} and start again".format(python, ", ".join(there or ["all"]), folder))
+    tell(".venv is ready ({:.0f} s)".format(time.time() - begun))
+    return python
+
+
+def main(argv):
+    try:
+        if argv[:1] == ["--missing"]:
+            sys.stdout.write("".join(lack + "\n" for lack in missing(argv[1:])))
+        else:
+            print(ensure(argv))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

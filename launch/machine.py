@@ -1,0 +1,29 @@
+"""What this machine and its software are, in words for a log."""
+
+import os
+import platform
+import re
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+def machine_facts(device: torch.device, world_size: int) -> list[str]:
+    """Versions and devices, a line each."""
+    cpus, triton = Path("/proc/cpuinfo"), sys.modules.get("triton")
+    name = re.search(r"^model name\s*: (.+)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
+    cpu = name[1] if name else platform.processor() or "unknown"
+    devices = [f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"]
+    if device.type == "cuda":
+        devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]
+    versions = f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__ if triton else 'none'}"
+    return [f"Python {sys.version}", versions, f"{platform.platform()}, {world_size} ranks", *devices]
+
+
+def peak_memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        allocated, reserved = (f(device) >> 20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
+        return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
+    return f"peak memory resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"

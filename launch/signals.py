@@ -1,0 +1,96 @@
+"""Signals, and a launcher that is gone: heard at any time, obeyed by all ranks at the end of a step."""
+
+import os
+import select
+import signal
+import threading
+import time
+from typing import Self
+
+import torch.distributed as dist
+
+from launch.console import RunError, guard_console, leave, tell
+
+LAUNCHER = "BANKRUN_LAUNCHER"  # in the environment of start.py's ranks: it tells of signals and dead ranks, once for all
+STOP_TIMEOUT = 25.0  # seconds for all ranks to obey a signal, less than a launcher's 30
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FAULT = -1  # beside their numbers: data that fail
+STOPS = (*SIGNALS, FAULT)  # reasons to stop after the step
+
+
+class Signals:
+    """SIGTERM, SIGHUP and Ctrl-C, heard in a thread: the main one may be waiting for a rank that has gone.
+
+    While `in_training`, the first one is only `received`: all ranks obey once they have `agreed`, at the end of a step. A
+    second one, or one at another time, ends the process at once, with code 128 + signal. A launcher that is gone is a SIGTERM;
+    a shell that started the process by hand may go.
+    """
+
+    def __init__(self):
+        self.received, self.agreed = 0, 0  # a signal's number, one of STOPS; 0: none
+        self.in_training, self.has_peers, self.launched = False, False, LAUNCHER in os.environ
+        launched = os.environ.get(LAUNCHER) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
+        self.launcher = int(launched) or None  # the id of the process without which this one ends
+
+    def __enter__(self) -> Self:
+        guard_console()  # before the pipe takes the numbers
+        (self.heard, self.speak), self.previous = os.pipe(), {}
+        if threading.current_thread() is threading.main_thread():  # no other can set handlers
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a shell, or after nohup
+                    self.previous[number] = signal.signal(number, lambda *_: None)
+            os.set_blocking(self.speak, False)
+            self.previous_fd = signal.set_wakeup_fd(self.speak)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # start.py blocks Ctrl-C until now
+        self.thread = threading.Thread(target=self._listen, daemon=True, name="signals")
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        # Told while SIGTERM, which a launcher now sends, is heard. gloo has no type of its own for a peer that has gone.
+        lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        bug = isinstance(error, Exception) and not isinstance(error, RunError)
+        if self.launched and bug and (lost or os.environ.get("RANK") != "0"):
+            self.in_training = False  # from here on a signal ends this rank, before it repeats what another has told
+            time.sleep(0 if self.received else 5)
+            if self.received:
+                leave("", 1)
+        if lost and bug:
+            leave(f"error: rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}", 1)
+        for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
+            signal.signal(number, signal.SIG_IGN if self.agreed and self.has_peers else handler)
+        if self.previous:
+            signal.set_wakeup_fd(self.previous_fd)
+        self.in_training = False
+        os.write(self.speak, b"\0")  # a forked child may hold this end open
+        self.thread.join()
+        os.close(self.speak)
+        os.close(self.heard)
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self.heard, select.POLLIN)
+        while True:
+            if poll.poll(1000 if self.launcher else None):
+                if (number := os.read(self.heard, 1)[0]) == 0:
+                    return
+                if number not in self.previous or (number == signal.SIGHUP and self.received):
+                    continue  # a terminal that closes may send several, as a shell passes them on
+                name = signal.Signals(number).name
+            elif os.getppid() != self.launcher:
+                number, name, self.launcher = signal.SIGTERM, "the launcher is gone", None
+            else:
+                continue
+            if self.received or not self.in_training:
+                why = f"{name}: ended at once; a launcher sends SIGTERM to all ranks when one of them has died"
+                leave("" if self.launched else why, 128 + number)
+            self.received = number
+            if not self.launched:
+                tell(f"{name}: ends after this step; a second one ends it at once")
+            if self.has_peers:
+                threading.Thread(target=self._give_up, args=(number,), daemon=True).start()
+
+    def _give_up(self, number: int) -> None:
+        time.sleep(STOP_TIMEOUT)
+        if self.in_training:
+            leave(f"the step did not end within {STOP_TIMEOUT:.0f} s: another rank has died or hangs", 128 + number)

@@ -1,0 +1,383 @@
+"""Start a script's ranks on this machine: python launch/start.py [script.py] [--option=value …], which ./run.sh ends in.
+
+One process first checks what can be known without the ranks: options, data, the checkpoint to resume, room on the disk and in
+memory. So a mistake is one message within seconds. Then it starts RANKS processes, or one for each GPU, or two on a CPU, and
+waits: a rank's own message stays the only one, a rank that dies without one is named, and the exit code is the run's.
+
+The script is imported for the check, which starts nothing. Paths in options mean the folder in which the user stands; those
+that are not given are the project's. More than one machine: torchrun, docs/ranks.md.
+"""
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: a copy.py in it is not the library's
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", "data/local": "data/local_text.py"}  # of the presets' data
+IMPORTED = {"attention", "data", "launch", "numpy", "runtime", "sample", "torch", "triton", "triton_kernels"}  # by every script
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, runtime/ranks.py
+# Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to the
+# demo's peaks of 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13, two cores.
+RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
+WHEELS = "https://download.pytorch.org/whl"  # PyTorch's own index; its FlashAttention 3 is flash-attn-3, imported by this name:
+FLASH_ATTENTION = "flash_attn_interface"
+
+
+class LaunchError(Exception):
+    """A start that cannot be: LaunchError(message, exit code)."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Raises SystemExit, with the run's code, after at most one message of its own."""
+    name, *given = sys.argv if argv is None else ["start.py", *argv]
+    code = 130
+    try:
+        path, options = find_script(given)
+        name = path.name
+        if {"--help", "-h"} & {*options}:
+            os.execv(sys.executable, [sys.executable, f"{path}", *options])
+        asked = ranks_asked()
+        sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
+        script = load(path)
+        ranks, options = check(script, options, asked)
+        code = Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name).wait()
+    except LaunchError as error:
+        message, code = error.args
+        tell(name, f"error: {message}")
+    except (ValueError, OSError) as error:
+        code = 1
+        tell(name, f"error: {error}")
+    except subprocess.CalledProcessError as error:  # the tool that makes the data has said why
+        code = error.returncode
+    except KeyboardInterrupt:
+        tell(name, "SIGINT: ended before its ranks started")
+    raise SystemExit(code)
+
+
+def tell(name: str, message: str) -> None:
+    """A line on stderr, led by the script's name."""
+    console(f"{Path(name).name}: {message}", "stderr")
+
+
+def show(message: str, since: float) -> None:
+    """What has been done, and in how many seconds."""
+    console(f"{message} ({time.monotonic() - since:.1f} s)")
+
+
+def console(text: str, stream: str = "stdout") -> None:
+    """As in console.py, for what the ranks say: what a stream does not take is lost, and ends nothing."""
+    file = getattr(sys, stream) or open(os.devnull, "w")
+    try:
+        print(text.encode(file.encoding, "replace").decode(file.encoding), file=file, flush=True)
+    except (OSError, ValueError):
+        setattr(sys, stream, open(os.devnull, "w"))
+
+
+# -----------------------------------------------------------------------------
+# Before the ranks
+
+
+def find_script(given: list[str]) -> tuple[Path, list[str]]:
+    """The script, and the options after it: where the user stands, else in the project. Raises LaunchError."""
+    first, options = (given[0], given[1:]) if given and given[0].endswith(".py") else ("train_gpt.py", given)
+    path = next((path for folder in (Path.cwd(), ROOT) if (path := folder / first).is_file()), None)
+    if path is None:
+        places = " or ".join(dict.fromkeys((f"{Path.cwd()}", f"{ROOT}")))
+        raise LaunchError(f"no such script: {first}, in {places}", 1)
+    hides = [path, *(ROOT.glob("*.py"))]  # what every import would find in place of Python's own module
+    for file in hides:
+        if file.stem in sys.stdlib_module_names or file is path and file.stem in IMPORTED:
+            raise LaunchError(f"{file} hides the module {file.stem!r} that others import: rename it", 1)
+    return path.resolve(), options
+
+
+def ranks_asked() -> int | None:
+    """RANKS of the environment. Raises LaunchError for what is no number of ranks."""
+    text = os.environ.get("RANKS", "")
+    if text and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise LaunchError(f"RANKS={text}: must be a whole number from 1 on", 2)
+    return int(text) if text else None
+
+
+def load(path: Path) -> ModuleType:
+    """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
+    begun = time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - process_start())
+    try:
+        import numpy, torch, triton  # noqa: F401, I001
+    except ImportError as error:
+        why = f"{error}".splitlines()[0]
+        raise LaunchError(f"{why}: {sys.executable} lacks a package, or has half of one: install it again", 1) from None
+    sys.path[:0] = [f"{path.parent}", f"{ROOT}"]  # as in a rank
+    spec = importlib.util.spec_from_file_location("launched_script", path)
+    module = sys.modules["launched_script"] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ValueError, OSError, subprocess.CalledProcessError):  # which are messages where this file's own code raises them
+        raise SystemExit(traceback.format_exc().rstrip()) from None
+    gpus = torch.cuda.device_count()
+    devices = ", ".join({torch.cuda.get_device_properties(i).name for i in range(gpus)}) if gpus else "no GPU"
+    python = f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}"
+    show(f"environment: {sys.executable}, {python}, {f'{gpus} x ' if gpus else ''}{devices}", begun)
+    return module
+
+
+def process_start() -> float:
+    """When this process began, run.sh included, in seconds since the machine did."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[int, list[str]]:
+    """The number of ranks, and their options, once one process finds nothing wrong. Makes or fetches a preset's own data.
+
+    A script without settings, or with a runtime older than check_start, is started unchecked.
+    Raises SystemExit for options that are none; LaunchError, ValueError, OSError; CalledProcessError if there are no data.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if asked and gpus and asked > gpus:
+        raise LaunchError(f"RANKS={asked}: this machine shows {gpus} GPUs, and a rank needs its own", 1)
+    run, settings = importlib.import_module("runtime.run"), importlib.import_module("runtime.options")  # of the script's tree
+    if not (hasattr(run, "check_start") and hasattr(script, "Hyperparameters") and hasattr(script, "PRESETS")):
+        make_data(MAKERS["data/fineweb10B" if gpus else "data/local"], options)
+        return asked or usual_ranks(gpus, 8), options
+    s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
+    ranks = asked or usual_ranks(gpus, s.micro_batches)
+    s.check(ranks)
+    if not is_given("data", options):
+        make_data(MAKERS.get(s.data), options)
+    options = options + project_paths(s, options)
+    begun = time.monotonic()
+    state = run.check_start(script, s, ranks)
+    work = TOKEN_MEMORY * getattr(s, "max_tokens", 0) * getattr(s, "model_dim", 0)
+    if not gpus:
+        check_memory(ranks, RANK_MEMORY + state + work)
+    show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
+    bring_flash_attention()
+    return ranks, options
+
+
+def usual_ranks(gpus: int, micro_batches: int) -> int:
+    """One rank for each GPU, as many of 8, 4, 2, 1 as share the micro-batches evenly; two on a CPU."""
+    return next(n for n in (8, 4, 2, 1) if n == 1 or n <= (gpus or 2) and micro_batches % n == 0)
+
+
+def is_given(name: str, options: list[str]) -> bool:
+    return any(option == f"--{name}" or option.startswith(f"--{name}=") for option in options)
+
+
+def make_data(tool: str | None, options: list[str]) -> None:
+    """Run the tool that makes a preset's data, or finds them made. Raises CalledProcessError; the tool says why."""
+    if tool and not is_given("data", options):
+        begun = time.monotonic()
+        console(f"data: {tool}")
+        command = [sys.executable, "-u", f"{ROOT / tool}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as making:
+            try:
+                for line in making.stdout:
+                    console(line.rstrip())
+            except BaseException:
+                making.terminate()
+                raise
+        if making.returncode:
+            raise subprocess.CalledProcessError(making.returncode, command)
+        show("data: ready", begun)
+
+
+def project_paths(s: Any, options: list[str]) -> list[str]:
+    """Options for the paths that are not given: the project's, wherever the user stands. Changes s alike."""
+    more = []
+    for field in dataclasses.fields(s):
+        value = getattr(s, field.name)
+        if field.metadata.get("path") and value and not is_given(field.name, options) and Path.cwd() != ROOT:
+            setattr(s, field.name, f"{ROOT / value}")
+            more.append(f"--{field.name}={ROOT / value}")
+    return more
+
+
+def bring_flash_attention() -> None:
+    """FlashAttention 3 on the ranks' path, where all GPUs are Hoppers, the environment lacks it and PyTorch's index has a wheel
+    for its CUDA. It goes into .flash_attention/, beside the environment. Without it a line says so, and the run goes on."""
+    import torch
+
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if capabilities != {(9, 0)} or importlib.util.find_spec(FLASH_ATTENTION):
+        return
+    begun, python = time.monotonic(), "{}.{}".format(*sys.version_info)
+    folder = ROOT / ".flash_attention" / f"{python}-{torch.__version__}"
+    index = os.environ.get("FLASH_ATTENTION_INDEX", f"{WHEELS}/cu{(torch.version.cuda or '').replace('.', '')}")
+    ranks_path = os.pathsep.join(filter(None, [f"{folder}", os.environ.get("PYTHONPATH")]))
+    import_it = [sys.executable, "-c", f"import {FLASH_ATTENTION}"]
+    fault = ""
+    if not folder.exists():
+        console(f"FlashAttention 3: looking in {index}")
+        options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--only-binary=:all:", "--retries=0"]
+        install = [sys.executable, "-m", "pip", "install", *options, "--timeout=10", f"--index-url={index}", f"--target={folder}"]
+        fault = failure([*install, "flash-attn-3"])
+    fault = fault or failure(import_it, PYTHONPATH=ranks_path)
+    if fault:
+        shutil.rmtree(folder, ignore_errors=True)
+        show(f"no FlashAttention 3, steps take some 6 % longer by calculation, attention is FlashAttention 2: {fault}", begun)
+    else:
+        os.environ["PYTHONPATH"] = ranks_path
+        show("FlashAttention 3: ready", begun)
+
+
+def failure(command: list[str], **environment: str) -> str:
+    """The last line that a command said, if it failed; else nothing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{error}"
+    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    return (said[-1] if said else f"exit code {done.returncode}") if done.returncode else ""
+
+
+def check_memory(ranks: int, each: int) -> None:
+    """Raise LaunchError for more ranks than memory holds, of so many bytes each."""
+    need, free = ranks * each, free_memory()
+    if need > free:
+        gib = [f"{x / 2**30:.1f} GiB" for x in (need, free)]
+        raise LaunchError(f"{ranks} ranks need about {gib[0]} of memory, {gib[1]} are free: start fewer, as RANKS=1", 1)
+
+
+def free_memory() -> int:
+    """Bytes that new processes can have: of the machine, or of the control group that limits this one."""
+    available = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        return available if limit == "max" else min(available, int(limit) - int(used))
+    except (OSError, ValueError):
+        return available
+
+
+# -----------------------------------------------------------------------------
+# The ranks
+
+
+class Ranks:
+    """The processes of a run, and the store through which they find each other: it listens on the loopback alone.
+
+    Signals are handed on to all; a second one ends the ranks at once. When one rank fails, the others are ended.
+    """
+
+    def __init__(self, count: int, command: list[str], name: str):
+        self.name, self.received = name, []
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a shell, or after nohup
+                signal.signal(number, self._receive)
+        self.store, port = loopback_store()
+        self.processes: list[subprocess.Popen] = []
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it until they handle signals:
+        try:  # while they import, a Ctrl-C would be a traceback from each
+            for rank in range(count):  # in a session of its own: Ctrl-C reaches this process alone, and from here each rank
+                environment = {**os.environ, **rank_environment(rank, count, port)}
+                self.processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        except OSError:
+            self._send(signal.SIGKILL)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _receive(self, number: int, _: Any) -> None:
+        if number != signal.SIGHUP or not self.received:  # a terminal that closes may send several
+            self.received.append(number)
+
+    def wait(self, pause: float = 0.05) -> int:
+        """The exit code: 0, a rank's own, 128 + a signal that was handed on, 1 for a rank that died by another."""
+        told, failed, deadline = 0, None, float("inf")
+        while any(process.poll() is None for process in self.processes):
+            if len(self.received) > told:
+                number, told = self.received[told], told + 1
+                self._send(number)
+                deadline = min(deadline, time.monotonic() + PATIENCE) if told == 1 else time.monotonic() + 2
+                if told == 1:
+                    how = "a step that has begun is finished; a second one ends all ranks at once"
+                    tell(self.name, f"{signal.Signals(number).name}: {how}")
+            if failed is None and (failed := self._failed()) is not None:
+                self._send(signal.SIGTERM)
+                deadline = time.monotonic() + PATIENCE
+            if time.monotonic() > deadline:
+                self._send(signal.SIGKILL)
+            time.sleep(pause)
+        failed = self._failed() if failed is None else failed
+        return 0 if failed is None else self._code(*failed)
+
+    def _failed(self) -> tuple[int, int] | None:
+        """(rank, exit code) of one that has failed, killed ones first."""
+        codes = ((rank, process.poll()) for rank, process in enumerate(self.processes))
+        return min(((rank, code) for rank, code in codes if code), key=lambda found: found[1] > 0, default=None)
+
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM if number == signal.SIGINT and blocks_sigint(process.pid) else number)
+
+    def _code(self, rank: int, code: int) -> int:
+        if self.received:
+            return 128 + self.received[0]
+        if code < 0:
+            why = " (out of memory?)" if -code == signal.SIGKILL else ""
+            tell(self.name, f"error: rank {rank} was killed by {signal.Signals(-code).name}{why}: the run has ended")
+            return 1
+        if code > 128:
+            tell(self.name, f"ended by {signal.Signals(code - 128).name}, sent to a rank")
+        return code
+
+
+def blocks_sigint(pid: int) -> bool:
+    """A rank that does not handle signals yet, or never will."""
+    with contextlib.suppress(OSError):  # it has ended
+        found = re.search(r"^SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return bool(int(found[1], 16) >> (signal.SIGINT - 1) & 1)
+    return False
+
+
+def loopback_store() -> tuple[Any, int]:
+    """The ranks' TCPStore in this process, and its port. PyTorch's own way listens on all interfaces."""
+    import torch.distributed as dist
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        return dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        ), port  # fmt: skip
+
+
+def rank_environment(rank: int, count: int, port: int, interfaces: Callable = socket.if_nameindex) -> dict[str, str]:
+    """What torchrun would set, for ranks of one machine; what their user has set stays."""
+    same = {"OMP_NUM_THREADS": "1"}  # the script divides the cores itself
+    if "lo" in {name for _, name in interfaces()}:  # gloo and NCCL listen there too
+        same |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    chosen = {name: os.environ.get(name, value) for name, value in same.items()}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    ours = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "BANKRUN_LAUNCHER": os.getpid()}
+    path = os.pathsep.join(filter(None, [f"{ROOT}", os.environ.get("PYTHONPATH")]))  # for a script elsewhere
+    return chosen | {name: f"{value}" for name, value in {**ranks, **place, **ours}.items()} | {"PYTHONPATH": path}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What a group's runs have changed, against the baseline's: sources, settings, versions, devices."""
+
+import difflib
+
+from groups import Group
+from kinds import same_source
+from runlog import RunLog
+from tool import clean
+
+
+def changed(baseline: Group, group: Group) -> str:
+    """In a line: of the first run of each."""
+    a, b = baseline.runs[0], group.runs[0]
+    pieces = []
+    for name, lines in source_diffs(a, b):
+        added, removed = (sum(line.startswith(sign) for line in lines[2:]) for sign in "+-")
+        pieces.append(f"{name} +{added} −{removed}")
+    if unknown := [side.name for side in (baseline, group) if not side.runs[0].sources]:
+        pieces = [f"its sources are unknown: the logs of {' and '.join(unknown)} hold none"]
+    elif pieces and same_sources(a, b):
+        pieces = [f"{', '.join(pieces)}, in comments and the like alone"]
+    pieces += [f"{name} {before} → {after}" for name, before, after in environment_differences(a, b)]
+    return f"{group.name} changes: {'; '.join(pieces) or 'nothing: the same sources, settings and environment'}"
+
+
+def same_sources(a: RunLog, b: RunLog) -> bool:
+    """But for what cannot change a run, see kinds.py."""
+    return all(same_source(before, after) for _, before, _, after in source_pairs(a, b))
+
+
+def source_pairs(a: RunLog, b: RunLog) -> list[tuple[str, bytes | None, str, bytes | None]]:
+    """(path, source, path, source) of both, None where there is no such file; the scripts are a pair whatever their names."""
+    modules = sorted({*a.modules, *b.modules})
+    return [(*a.script, *b.script), *((name, a.modules.get(name), name, b.modules.get(name)) for name in modules)]
+
+
+def source_diffs(a: RunLog, b: RunLog) -> list[tuple[str, list[str]]]:
+    """(path, unified diff) of each source that differs."""
+    diffs = []
+    for name_a, source_a, name_b, source_b in source_pairs(a, b):
+        if source_a != source_b:
+            titles = [clean(f"{log.path}: {name if source is not None else '(none)'}", one_line=True)
+                      for log, name, source in ((a, name_a, source_a), (b, name_b, source_b))]  # fmt: skip
+            lines = [(source or b"").decode("utf-8", "replace").splitlines() for source in (source_a, source_b)]
+            diff = [*difflib.unified_diff(*lines, *titles, lineterm="")]
+            diffs.append((name_b, diff or [f"--- {titles[0]}", f"+++ {titles[1]}"]))  # empty, or other line breaks
+    return diffs
+
+
+def environment_differences(a: RunLog, b: RunLog) -> list[tuple[str, str, str]]:
+    """(what, before, after) of versions, devices and settings that differ."""
+    found = []
+    for before, after, prefix in ((a.facts, b.facts, ""), (a.recipe_settings, b.recipe_settings, "--")):
+        for name in dict.fromkeys((*before, *after)):
+            if before.get(name) != after.get(name):
+                found.append((prefix + name, before.get(name, "(none)"), after.get(name, "(none)")))
+    return found

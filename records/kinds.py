@@ -1,0 +1,133 @@
+"""What made a run: its kind. Only runs of one kind share a mean.
+
+Sources are compared as syntax trees, in which what cannot change a training run is made the same:
+- comments, line breaks and quotes, which a syntax tree does not have; numbers written otherwise (1_000);
+- docstrings, and other strings that stand alone;
+- annotations of variables, and of functions without a decorator: not in the body of a class, where they make a field, nor
+  under a decorator, where they may be code (Triton's constexpr);
+- constants given to what may differ between runs (seed, run_id, log_dir, …: MAY_DIFFER_BETWEEN_RUNS), in an assignment or as
+  an argument of that name.
+Everything else counts: names, order, unused code. A source that this Python cannot parse is compared byte for byte.
+"""
+
+import ast
+import hashlib
+from functools import lru_cache
+
+from runlog import MAY_DIFFER_BETWEEN_RUNS, RunLog, made_with
+
+
+class Normal(ast.NodeTransformer):
+    """Makes the same what cannot change a training run."""
+
+    def __init__(self):
+        self.in_class = False
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(statements := getattr(node, name, None), list):
+                kept = [statement for statement in statements if not stands_alone(statement)]
+                setattr(node, name, kept or [ast.Pass()] if name == "body" and not isinstance(node, ast.Module) else kept)
+        return node
+
+    def body_of(self, node: ast.AST, is_class: bool) -> ast.AST:
+        outer, self.in_class = self.in_class, is_class
+        self.generic_visit(node)
+        self.in_class = outer
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self.body_of(node, True)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        if not node.decorator_list:
+            node.returns = None
+            arguments = node.args
+            every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+            for argument in filter(None, every):
+                argument.annotation = None
+        return self.body_of(node, False)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        self.generic_visit(node)
+        if node.value and is_own([node.target]):
+            node.value = blank(node.value)
+        if self.in_class:
+            return node
+        return ast.Assign(targets=[node.target], value=node.value) if node.value else None
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        if is_own(node.targets):
+            node.value = blank(node.value)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        self.generic_visit(node)
+        if node.arg in MAY_DIFFER_BETWEEN_RUNS:
+            node.value = blank(node.value)
+        return node
+
+
+def stands_alone(statement: ast.stmt) -> bool:
+    """Is it a string that nothing uses?"""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def is_own(targets: list[ast.expr]) -> bool:
+    """Are all of them names, or attributes, that may differ between runs?"""
+    return all(getattr(target, "id", getattr(target, "attr", None)) in MAY_DIFFER_BETWEEN_RUNS for target in targets)
+
+
+def blank(value: ast.expr) -> ast.expr:
+    """The expression without its constant: a whole one, or the text of an f-string."""
+    if isinstance(value, ast.Constant):
+        return ast.Constant(None)
+    if isinstance(value, ast.JoinedStr):
+        value.values = [part for part in value.values if not isinstance(part, ast.Constant)]
+    return value
+
+
+@lru_cache(maxsize=1024)
+def normalised(source: bytes) -> str:
+    """Equal for sources that train the same run, in the sense of this file's first lines; of no other use."""
+    try:
+        text = ast.dump(Normal().visit(ast.parse(source))).encode("utf-8", "surrogatepass")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        text = source
+    return hashlib.sha256(text).hexdigest()
+
+
+def same_source(a: bytes | None, b: bytes | None) -> bool:
+    """None: there is no such file."""
+    return a == b or None not in (a, b) and normalised(a) == normalised(b)
+
+
+def kind(log: RunLog, any_source: bool = False) -> dict:
+    """What runs that share a mean have in common, by what it is; values compare, and hash. any_source: whatever the sources."""
+    files = {"": log.script[1], **dict(sorted(log.modules.items()))}  # the script under any name
+    sources = () if any_source else tuple((name, normalised(source)) for name, source in files.items())
+    settings = tuple(sorted(log.recipe_settings.items()))
+    return {"sources": sources, "settings": settings, "number of steps": log.validations[-1][0]} | made_with(log)
+
+
+def differing(a: dict, b: dict) -> str:
+    """In what two kinds differ, in words."""
+    said = []
+    for name in dict.fromkeys((*a, *b)):
+        before, after = a.get(name), b.get(name)
+        if before == after:
+            continue
+        if name == "settings":
+            before, after = dict(before), dict(after)
+            said += [f"--{key} {before.get(key, '(none)')} → {after.get(key, '(none)')}"
+                     for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]  # fmt: skip
+        elif name in ("sources", "resumption with changed source"):
+            said.append("another " + name if name.startswith("resumption") and before and after else name)
+        else:
+            said.append(f"{name} {before or '(none)'} → {after or '(none)'}")
+    return ", ".join(said)

@@ -1,0 +1,172 @@
+"""Two scripts in alternation, A B B A …, with seeds 0, 1, …: so what drifts on a machine meets both alike.
+
+    python records/race.py train_gpt.py ideas/idea.py 10 [--logs FOLDER] [-- --option=value …]
+
+Each run is ./run.sh's; its log is FOLDER/NAME/seed0.txt and so on (logs/race-A-B, named by the scripts). At the end, and with
+--compare at once, the two folders are compared pair by pair. Started again, it goes on where it ended: complete runs are
+kept, the log of one cut short is kept as seed0.cut1.txt, which compare.py names, and its run made again. It refuses to go on
+in a folder of other sources or options, or of another host, or beside logs that are not its own.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import compare
+import tool
+from runlog import read_log
+from tool import ROOT, clean
+
+RUN = (str(ROOT / "run.sh"),)  # the command that trains
+OWN = ("seed", "log_dir", "run_id", "resume")  # options that the race gives
+PART_OF_IT = re.compile(r"seed\d+(?:\.cut\d+)?\.txt")
+
+
+class RaceError(Exception):
+    """Why it cannot start or go on; the message says what to do."""
+
+
+def order(count: int) -> list[tuple[int, int]]:
+    """(script, seed) of each run: 0 or 1. A B, B A, A B, …"""
+    return [(script, seed) for seed in range(count) for script in ((0, 1) if seed % 2 == 0 else (1, 0))]
+
+
+def names_of(scripts: list[Path]) -> list[str]:
+    """The names of their folders: stems, with a and b before those that are the same."""
+    stems = [script.stem for script in scripts]
+    return stems if stems[0] != stems[1] else [f"a-{stems[0]}", f"b-{stems[1]}"]
+
+
+def sources(scripts: list[Path]) -> dict[str, str]:
+    """The digest of each file that a run may import: the project's, and those beside the scripts."""
+    folders = {ROOT, ROOT / "runtime", ROOT / "data", *(script.parent for script in scripts)}
+    files = {path for folder in folders for path in folder.glob("*.py")}
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+
+
+def conditions(scripts: list[Path], options: list[str]) -> dict:
+    """What all runs of a race share."""
+    return {
+        "scripts": [str(script) for script in scripts],
+        "options": options,
+        "host": platform.node(),
+        "RANKS": os.environ.get("RANKS", ""),
+        "sources": sources(scripts),
+    }
+
+
+def check(folder: Path, names: list[str], now: dict) -> None:
+    """Raise RaceError if the folder holds anything of another race."""
+    path = folder / "race.json"
+    logs = [log for name in names for log in sorted((folder / name).glob("*")) if log.suffix in (".txt", ".log")]
+    if foreign := [str(log) for log in logs if not PART_OF_IT.fullmatch(log.name) or not path.exists()]:
+        raise RaceError(f"{foreign[0]}: not of this race ({len(foreign)} such logs): move it, or give another --logs")
+    if not path.exists():
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        differ = [what for what in now if before[what] != now[what]]
+        if "sources" in differ:
+            old, new = before["sources"], now["sources"]
+            differ[-1] = f"sources: {', '.join(sorted(name for name in {*old, *new} if old.get(name) != new.get(name)))}"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise RaceError(f"{path}: not what a race writes: give another --logs") from None
+    if differ:
+        raise RaceError(f"{folder}: holds a race of other {'; '.join(differ)}: put them back, or give another --logs")
+
+
+def set_cut_aside(log: Path) -> None:
+    """Rename the log of a run that is not complete: its name is needed. Raises RaceError if that run goes on."""
+    with contextlib.suppress(FileNotFoundError), open(log.with_suffix(".lock"), "rb") as lock:  # runtime/run.py's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RaceError(f"{log}: its run is under way in another process: wait for its end") from None
+        except OSError:  # a network file system without locks
+            pass
+    count = 1
+    while (other := log.with_name(f"{log.stem}.cut{count}.txt")).exists():
+        count += 1
+    log.rename(other)
+
+
+def run_to_its_end(command: list[str]) -> int:
+    """Its exit code. Ctrl-C reaches the run by itself, which ends after its step; SIGTERM is handed on."""
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+        except SystemExit:
+            process.terminate()
+
+
+def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> list[Path]:
+    """Make the runs that are not there; the two folders of logs. Raises RaceError, OSError."""
+    names, now = names_of(scripts), conditions(scripts, options)
+    check(folder, names, now)
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "race.json").write_text(json.dumps(now, indent=1), encoding="utf-8")
+    for i, (which, seed) in enumerate(order(count), 1):
+        log = folder / names[which] / f"seed{seed}.txt"
+        if log.exists():
+            if not (fault := read_log(log).fault):
+                continue
+            print(f"race: {clean(f'{log}: {fault}', one_line=True)}: made again", flush=True)
+            set_cut_aside(log)
+        if conditions(scripts, options) != now:
+            raise RaceError("a source has changed since the race began: put it back and start again, or give another --logs")
+        begun = time.monotonic()
+        print(f"race: run {i} of {2 * count}: {names[which]}, seed {seed}", flush=True)
+        own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id=seed{seed}"]
+        code = run_to_its_end([*RUN, str(scripts[which]), *options, *own])
+        fault = read_log(log).fault if log.exists() else "it left no log"
+        if code or fault:
+            why = f"ended with code {code}" if code else clean(fault, one_line=True)
+            raise RaceError(f"{names[which]}, seed {seed}: {why}. The same command goes on from there")
+        print(f"race: {names[which]}, seed {seed}: {time.monotonic() - begun:.0f} s", flush=True)
+    return [folder / name for name in names]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line. Raises SystemExit with code 1 after a message for what cannot go on, 2 for wrong options."""
+    argv = sys.argv[1:] if argv is None else argv
+    own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(prog="race.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scripts", nargs=2, type=Path, metavar="SCRIPT", help="the baseline, then the idea")
+    parser.add_argument("count", type=int, metavar="N", help="runs of each")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to (logs/race-A-B)")
+    parser.add_argument("--target", type=tool.finite, default=3.28, help="compare.py's: the loss to be below (%(default)s)")
+    parser.add_argument("--compare", action="store_true", help="start no run: compare those that are there")
+    chosen = parser.parse_args(own)
+    if chosen.count < 1:
+        parser.error("N must be 1 or more")
+    if given := [name for name in OWN if any(re.match(rf"--{name}(=|$)", option) for option in options)]:
+        parser.error(f"--{given[0]} is the race's to give")
+    scripts = [script.resolve() for script in chosen.scripts]
+    if missing := [script for script in scripts if not script.is_file()]:
+        parser.error(f"no such script: {missing[0]}")
+    names = names_of(scripts)
+    folder = (chosen.logs or ROOT / "logs" / f"race-{names[0]}-{names[1]}").resolve()
+    try:
+        folders = [folder / name for name in names] if chosen.compare else race(scripts, chosen.count, folder, options)
+    except BrokenPipeError:  # for tool.run
+        raise
+    except (RaceError, OSError) as error:
+        raise SystemExit(f"race.py: error: {error}") from None
+    compare.main([*map(str, folders), f"--target={chosen.target}", *["--pairs"] * (chosen.count > 1 or chosen.compare)])
+
+
+if __name__ == "__main__":
+    tool.run(main)

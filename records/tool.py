@@ -1,0 +1,87 @@
+"""What the command lines in records/ share: their packages, text that only shows, and one line for an error."""
+
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def clean(text: object, one_line: bool = False) -> str:
+    """Text that only shows: characters that move a cursor, change colours or turn the order of a line round, as escapes.
+
+    Line breaks stay, unless one_line; bytes of a file's name that are no text are escapes too.
+    """
+    kept = "\t" if one_line else "\n\t"
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def markdown(text: object) -> str:
+    """The same for a line of Markdown, in a table or not: neither HTML nor code, nor the markers of what history.py writes."""
+    line = clean(" ".join(str(text).split()), one_line=True)
+    return re.sub(r"[`|]", r"\\\g<0>", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+
+def fenced(text: str) -> str:
+    """A block of code that no line of the text ends, and without comments of HTML."""
+    text = clean(text).replace("<!--", "<! --")
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}"
+
+
+def finite(text: str) -> float:
+    """An option's number. Raises ValueError for what is none."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError
+    return value
+
+
+def run(main: Callable[[], None], packages: bool = True) -> None:
+    """main() as a command: with the packages of records/requirements.txt, its message cleaned, and gone when its reader is.
+
+    packages: this interpreter's, else those of .venv, which is made or filled if need be; training's own stay as they are.
+    """
+    if packages:
+        go_on_with_packages()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what is half written is undone
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a full disk under stdout
+        end(f"{Path(sys.argv[0]).name}: error: {error}")
+    except KeyboardInterrupt:
+        end("", 130)
+    except SystemExit as exit_:
+        end(exit_.code) if isinstance(exit_.code, str) else end("", exit_.code or 0)
+
+
+def end(message: str, code: int = 1) -> None:
+    """Raises SystemExit, with nothing left for the interpreter to write that it cannot."""
+    try:
+        print(clean(message), file=sys.stderr, end="\n" * bool(message))
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(code)
+
+
+def go_on_with_packages() -> None:
+    """Start this command again in the interpreter that has the tools' packages, if this is not it."""
+    sys.path.insert(0, str(ROOT))
+    from launch import environment
+
+    environment.PROGRAM = Path(sys.argv[0]).name
+    python = environment.ensure([str(ROOT / "records" / "requirements.txt")])
+    if python != sys.executable:
+        os.execv(python, [python, *sys.orig_argv[1:]])

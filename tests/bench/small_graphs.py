@@ -1,0 +1,44 @@
+"""What tests/bench/test_codegen.py compiles for the fake GPU, in a process of its own: graphs of small functions, as JSON."""
+
+import json
+import sys
+
+from bench import fake_gpu
+
+fake_gpu.install()
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import triton_kernels as tk
+from bench.generated import graphs_of
+
+T, DIM, HIDDEN, VOCAB = 4096, 768, 3072, 50304
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> torch.Tensor:
+    return torch.zeros(shape, device="cuda:0", dtype=dtype, requires_grad=grad)
+
+
+def mlp(x: torch.Tensor, W_fc: torch.Tensor, W_proj: torch.Tensor) -> torch.Tensor:
+    return tk.relu_squared_mlp(x, W_fc, W_proj)
+
+
+def cases():
+    yield "chain", lambda x, y: torch.sigmoid(x) * y + 1, (new(T, DIM), new(T, DIM))
+    yield "exponential", torch.exp2, (new(T, DIM, dtype=torch.float32),)
+    yield "reduction", lambda x: x.float().sum(-1), (new(T, DIM),)
+    yield "neighbours", lambda x: x[1:] + x[:-1], (new(T, DIM),)
+    yield "columns", lambda x: x[:, : DIM // 4] * x[:, DIM // 2 : 3 * DIM // 4], (new(T, DIM),)
+    yield "lookup", lambda tokens, table: F.embedding(tokens, table) * 2, (new(T, dtype=torch.int32), new(VOCAB, DIM))
+    yield "norm", lambda x, y: tk.norm(x + y), (new(T, DIM, grad=True), new(T, DIM, grad=True))
+    yield "mlp", mlp, (new(T, DIM, grad=True), new(HIDDEN, DIM, grad=True), new(HIDDEN, DIM, grad=True))
+
+
+found = {}
+with FakeTensorMode(allow_non_fake_inputs=True):
+    for name, function, args in cases():
+        torch._dynamo.reset()
+        found[name] = [graph.to_json() for graph in graphs_of(function, *args)]
+json.dump(found, open(sys.argv[1], "w"))

@@ -1,0 +1,296 @@
+"""Checkpoints on disks that others use: the newest is found, the last good one stays, nothing foreign is read or waited for."""
+
+import os
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+from common import ends_with, exit_code, forked, lines_of, options, text_of, unequal
+from runtime import checkpoints
+from runtime.checkpoints import CheckpointError, find_checkpoint, read_checkpoint, write_checkpoint
+from runtime.log import RULE
+from runtime.options import is_plain_name
+from train_gpt import TrainingManager, main
+
+END = "step_000008.pt"
+
+
+def save(folder: Path, *steps: int, keep: int = 99) -> None:
+    for step in steps:
+        write_checkpoint(folder / f"step_{step:06d}.pt", {"step": step}, keep)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def good(shards, tmp_path_factory):
+    """The logs' folder of a run that saved every step."""
+    folder = tmp_path_factory.mktemp("good")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "warm_up", lambda *_: None)
+        main(options(shards, folder, save_every=1, keep_checkpoints=99))
+    return folder / "logs"
+
+
+# -----------------------------------------------------------------------------
+# Which is the latest
+
+
+@pytest.mark.parametrize("run", ["", "a"])
+def test_the_latest_of_a_run_is_that_of_the_last_step_whatever_the_files_times(tmp_path, run):
+    """cp -r gives them in any order; a step has as many digits as it likes."""
+    save(tmp_path / "a", 9, 10, 1_000_000)
+    for age, name in enumerate(("step_1000000.pt", "step_000009.pt", "step_000010.pt")):
+        os.utime(tmp_path / "a" / name, (10**9 + age, 10**9 + age))
+    assert find_checkpoint("latest", f"{tmp_path}", run)[1] == {"step": 1_000_000}
+
+
+def test_of_several_runs_the_one_that_wrote_last_has_the_latest(tmp_path):
+    save(tmp_path / "long", 500)
+    save(tmp_path / "short", 3, 4)
+    os.utime(tmp_path / "long" / "step_000500.pt", (10**9, 10**9))
+    os.utime(tmp_path / "short" / "step_000004.pt", (10**9 - 5, 10**9 - 5))
+    assert find_checkpoint("latest", f"{tmp_path}")[0].parts[-2:] == ("short", "step_000004.pt")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def empty_dict(path: Path) -> None:
+    write_checkpoint(path, {}, 99)
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 100 << 30)
+
+
+PASSED_OVER = {  # what makes a file of a later step, and why it is no checkpoint
+    "a dangling link": (dangling, "cannot be read: No such file or directory"),
+    "a FIFO": (os.mkfifo, "not a regular file"),
+    "a folder": (os.mkdir, "cannot be read: Is a directory"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "100 GiB": (huge, r"not a checkpoint of this version \(begins with b'\\x00"),
+    "empty": (Path.touch, r"not a checkpoint of this version \(begins with b''"),
+    "an empty dict": (empty_dict, "holds nothing instead of a run's state"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PASSED_OVER)
+def test_what_is_no_checkpoint_is_refused_before_it_is_read(tmp_path, capsys, case):
+    """By its name, and by `latest`, which takes the one before."""
+    make, why = PASSED_OVER[case]
+    save(tmp_path / "a", 7)
+    path = tmp_path / "a" / "step_000008.pt"
+    make(path)
+    with pytest.raises(CheckpointError, match=f"step_000008.pt: {why}"):
+        read_checkpoint(path)
+    assert find_checkpoint("latest", f"{tmp_path}", "a")[1] == {"step": 7}
+    assert re.search(f"passed over .*step_000008.pt: {why}", capsys.readouterr().err)
+
+
+def test_a_copy_under_a_later_steps_name_is_no_later_step(tmp_path, capsys):
+    save(tmp_path / "a", 3, 7)
+    shutil.copy(tmp_path / "a" / "step_000003.pt", tmp_path / "a" / "step_000009.pt")
+    assert find_checkpoint("latest", f"{tmp_path}", "a")[1] == {"step": 7}
+    assert "step_000009.pt: holds step 3" in capsys.readouterr().err
+
+
+def test_a_checkpoint_larger_than_the_memory_is_refused(tmp_path):
+    """Its beginning is right, and its size 100 GiB."""
+    path = tmp_path / "step_000001.pt"
+    path.write_bytes(checkpoints.MAGIC)
+    os.truncate(path, 100 << 30)
+
+    def work() -> None:
+        used = int(text_of(Path("/proc/self/statm")).split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), used + (1 << 30)))
+        with pytest.raises(CheckpointError, match="step_000001.pt: cannot be read: MemoryError"):
+            read_checkpoint(path)
+
+    assert exit_code(forked(work, tmp_path / "output")) == 0, text_of(tmp_path / "output")
+
+
+def test_latest_goes_on_from_where_the_run_went_on(good, shards, tmp_path, capsys, no_warm_up):
+    """A run resumed from step 2 has left steps 3 to 8 of its first course; then it is killed after step 3."""
+    shutil.copytree(good, tmp_path / "logs")
+    step_optimizers = TrainingManager.step_optimizers
+
+    def fail(self, step):
+        if step == 3:
+            raise ValueError("killed")
+        step_optimizers(self, step)
+
+    arguments = options(shards, tmp_path, save_every=1, keep_checkpoints=99)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingManager, "step_optimizers", fail)
+        ends_with(capsys, [*arguments, f"--resume={tmp_path}/logs/run/step_000002.pt"], "killed", code=1)
+    main([*arguments, "--resume=latest"])
+    printed = capsys.readouterr()
+    assert "resumed at step 3 from" in printed.out
+    passed_over = re.findall(r"passed over .*step_00000(\d).pt: .*run.txt is another run's, or the run went on", printed.err)
+    assert passed_over == [*"87654"]
+    found, expected = (read_checkpoint(logs / "run" / END) for logs in (tmp_path / "logs", good))
+    assert unequal(found["state"], expected["state"]) == []
+
+
+# -----------------------------------------------------------------------------
+# What is kept
+
+
+KEPT = {  # steps that are there, the step that is written, how many stay, and which
+    "of the newest": ((1, 2, 3), 4, 2, (3, 4)),
+    "one": ((1, 2, 3), 4, 1, (4,)),
+    "after a step back": ((2, 6, 7), 3, 2, (2, 3)),
+    "room for all": ((2, 6, 7), 3, 9, (2, 3, 6, 7)),
+    "written again": ((1, 2), 2, 2, (1, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_the_file_just_written_and_the_steps_before_it_stay(tmp_path, case):
+    there, step, keep, kept = KEPT[case]
+    save(tmp_path / "a", *there)
+    save(tmp_path / "a", step, keep=keep)
+    assert names(tmp_path / "a") == [f"step_{step:06d}.pt" for step in kept]
+
+
+def test_an_empty_file_of_a_later_step_costs_no_checkpoint(tmp_path):
+    save(tmp_path / "a", 7)
+    (tmp_path / "a" / "step_999999.pt").touch()
+    save(tmp_path / "a", 8, keep=1)
+    assert find_checkpoint("latest", f"{tmp_path}", "a")[1] == {"step": 8}
+
+
+def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, capsys):
+    (tmp_path / "a" / "step_000003.pt").mkdir(parents=True)
+    (tmp_path / "a" / "notes.pt").touch()
+    save(tmp_path / "a", 4, 5, keep=1)
+    assert names(tmp_path / "a") == ["notes.pt", "step_000003.pt", "step_000005.pt"]
+    assert "step_000003.pt: cannot be deleted: " in capsys.readouterr().err
+
+
+ROOM = [  # --keep_checkpoints, --save_every, files that are there; how many files a run of 8 steps adds
+    (100000, 3, 0, 3), (100000, 1, 0, 8), (2, 1, 0, 3), (2, 1, 2, 1), (1, 8, 0, 1), (1, 8, 5, 1), (9, 1, 4, 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keep, every, there, files", ROOM)
+def test_room_is_asked_for_the_saves_to_come(shards, tmp_path, monkeypatch, capsys, keep, every, there, files):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    save(tmp_path / "logs" / "run", *range(1, there + 1))
+    message = f"/run: {files} checkpoints need"
+    ends_with(capsys, options(shards, tmp_path, save_every=every, keep_checkpoints=keep), message, code=1)
+    assert names(tmp_path / "logs") == ["run"]
+
+
+# -----------------------------------------------------------------------------
+# Saves that fail
+
+
+def at_step(monkeypatch, step: int, act) -> None:
+    step_optimizers = TrainingManager.step_optimizers
+    change = lambda self, now: (step_optimizers(self, now), act() if now == step else None)
+    monkeypatch.setattr(TrainingManager, "step_optimizers", change)
+
+
+def test_a_removed_folder_is_made_again(shards, tmp_path, monkeypatch, no_warm_up):
+    """The checkpoints', with all that is in it; and the log's, with the checkpoints' in it."""
+    for i, folder in enumerate((tmp_path / "logs" / "run", tmp_path / "logs")):
+        with pytest.MonkeyPatch.context() as patch:
+            at_step(patch, 4, lambda folder=folder: shutil.rmtree(folder))
+            main(options(shards, tmp_path, save_every=3))
+        assert names(tmp_path / "logs" / "run") == ["step_000006.pt", END]
+        assert re.findall(r"step:(\d)/8 train", lines_of(tmp_path / "logs" / "run.txt")) == [*"12345678"]
+        os.rename(tmp_path / "logs", tmp_path / f"{i}")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("out")], ids=["disk", "memory"])
+def test_a_save_that_failed_is_in_the_log_and_the_next_may_succeed(shards, tmp_path, monkeypatch, capsys, error, no_warm_up):
+    write = checkpoints.write_checkpoint
+
+    def fail_at_3(path, *rest):
+        if path.name == "step_000003.pt":
+            raise error
+        write(path, *rest)
+
+    monkeypatch.setattr(checkpoints, "write_checkpoint", fail_at_3)
+    main(options(shards, tmp_path, save_every=3))
+    lines = lines_of(tmp_path / "logs" / "run.txt").splitlines()
+    assert [re.sub(" /.*/", " ", line) for line in lines if not line.startswith(("step:", "peak"))] == [
+        f"no checkpoint of step 3: step_000003.pt: {getattr(error, 'strerror', repr(error))}"
+    ]
+    assert names(tmp_path / "logs" / "run") == ["step_000006.pt", END]
+
+
+def test_a_run_without_its_last_checkpoint_does_not_end_well(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """A file stands where its folder was."""
+    folder = tmp_path / "logs" / "run"
+    at_step(monkeypatch, 6, lambda: (shutil.rmtree(folder), folder.touch()))
+    message = r"all steps are done, but no checkpoint of step 8: .*/logs/run/step_000008.pt: File exists\n"
+    ends_with(capsys, options(shards, tmp_path, save_every=3), message, code=1)
+    lines = lines_of(tmp_path / "logs" / "run.txt")
+    assert "\nno checkpoint of step 8: " in lines and "\nstep:8/8 val_loss" in lines and "\npeak memory" in lines
+
+
+# -----------------------------------------------------------------------------
+# Names of runs
+
+BAD_NAMES = [
+    "..", ".", "../x", "a/b", "/a", ".hidden", "[ab]", "a*", "a?b", "*", "a\nb", "a\tb", "\x1b[31m", "a\x7f", "a\u202eb",
+    "a\\b", "-a", " a", "a;b", "$a", "`a`", "a|b", "a>b", "x" * 201, "\udcff", "a\udc80",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=ascii)
+def test_a_runs_name_is_one_plain_file_name(shards, tmp_path, capsys, name):
+    """Nothing is written or deleted, where it would lead to or elsewhere."""
+    (tmp_path / "step_000001.pt").touch()
+    message = re.escape(f"--run_id={ascii(name)[1:-1]}: must be a file's name, alone")
+    ends_with(capsys, options(shards, tmp_path, save_every=1, run_id=name), message, code=1)
+    assert names(tmp_path) == ["step_000001.pt"]
+
+
+@pytest.mark.parametrize("name", ["run", "20261122-004553-0a1b2c3d", "lr=0.3", "a.b_c-d+e", "été", "two words", "x" * 200])
+def test_other_names_are_taken(name):
+    assert is_plain_name(name)
+
+
+def test_a_checkpoint_cannot_bring_a_name_that_leads_elsewhere(good, shards, tmp_path, capsys):
+    saved = read_checkpoint(good / "run" / "step_000003.pt")
+    for name in ("..", "[ab]", "a\n"):
+        write_checkpoint(tmp_path / "step_000003.pt", {**saved, "run_id": name}, 9)
+        arguments = [a for a in options(shards, tmp_path, resume=tmp_path / "step_000003.pt") if "run_id" not in a]
+        ends_with(capsys, arguments, re.escape(f"run_id is {name!r}, must be a file's name"), code=1)
+    assert names(tmp_path) == ["step_000003.pt"]
+
+
+# -----------------------------------------------------------------------------
+# The log of a resumed run
+
+
+def test_sources_may_hold_lines_that_look_like_a_logs(good, shards, tmp_path, no_warm_up):
+    """A source with the line that ends the sources, one with all of a log."""
+    saved = read_checkpoint(good / "run" / "step_000003.pt")
+    sources, environment = saved["log"]["header"].removesuffix(f"\n{RULE}").rsplit(f"\n{RULE}\n", 1)
+    for tricky in (f'"""\n{RULE}\n"""\n', f'"""\n{RULE}\nPython\n{RULE}\nstep:1/8\n"""\n', f"x = 1\n{RULE}"):
+        header = f"{tricky}{sources}\n{RULE}\n{environment}\n{RULE}"
+        shutil.rmtree(tmp_path / "logs", ignore_errors=True)
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "run.txt").write_text(f"{header}\n{saved['log']['lines']}step:4/8 more\n")
+        path = tmp_path / "step_000003.pt"
+        write_checkpoint(path, {**saved, "log": {**saved["log"], "header": header}}, 9)
+        for _ in range(2):
+            main(options(shards, tmp_path, resume=path))
+        text = (tmp_path / "logs" / "run.txt").read_text()
+        assert text.startswith(f"{tricky}{sources}\n{RULE}\n{environment}\nresumed at step 3 from ")
+        assert text.count("\nresumed at step 3 from ") == 2
+        lines = text.removeprefix(f"{tricky}{sources}\n{RULE}\n").split(f"\n{RULE}\n")[1]
+        assert re.findall(r"step:(\d)/8 train", lines) == [*"12345678"] and "more" not in lines

@@ -1,0 +1,486 @@
+"""What may fail while a run trains: console, launcher, another process, shards, log. It goes on, or ends well."""
+
+import errno
+import fcntl
+import io
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import sample
+import train_gpt
+from common import (
+    SCRIPT, ends_with, exit_code, forked, lines_of, options, text_of, tiny_settings, torchrun, unequal, wait_until,
+)  # fmt: skip
+from data import loader
+from data.shards import DataError, read_shard, write_shard
+from runtime.checkpoints import read_checkpoint
+from runtime.log import Log
+from data.shards import lock_run
+from launch.console import AgreedError
+from launch.signals import FAULT, Signals
+from runtime.ranks import Ranks
+from runtime.run import Run
+from train_gpt import TrainingManager, main
+
+END = "step_000008.pt"
+ONE = Ranks(0, 1, torch.device("cpu"))
+LONG = dict(num_scheduled_iterations=300, batch_unit=16, val_every=0, save_every=99)
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    """Act after this step's update."""
+    step_optimizers = TrainingManager.step_optimizers
+
+    def then_act(self, now):
+        step_optimizers(self, now)
+        if now == step:
+            act()
+
+    monkeypatch.setattr(TrainingManager, "step_optimizers", then_act)
+
+
+def is_whole(log: Path) -> bool:
+    lines = lines_of(log)
+    return re.findall(r"step:(\d)/8 train", lines) == [*"12345678"] and "\npeak memory" in lines
+
+
+# -----------------------------------------------------------------------------
+# The console
+
+CONSOLES = {  # what a shell does with a command's console, of one rank or two; what is told
+    "head -1": ("{ two; echo $? >code; } | head -1", ""),
+    "full": ("one >/dev/full 2>/dev/full; echo $? >code", ""),
+    "full stdout": ("one >/dev/full; echo $? >code", ": stdout cannot be written and is given up: .*No space left on device"),
+    "closed": ("one <&- >&- 2>&-; echo $? >code", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def without_console(shards, tmp_path_factory):
+    """{console: its run's folder}, of runs that have ended; stderr is in `told`."""
+    folders, shells = {}, []
+    for case, (line, _) in CONSOLES.items():
+        folders[case] = tmp_path_factory.mktemp("console")
+        (command, environment), arguments = torchrun(2), options(shards, folders[case])
+        programs = f'one() {{ {sys.executable} {SCRIPT} "$@"; }}; two() {{ {" ".join(command)} "$@"; }}; '
+        line = line.replace("one", 'one "$@"').replace("two", 'two "$@"')
+        with open(folders[case] / "told", "w") as told:
+            shell = ["bash", "-c", programs + line, "bash", *arguments]
+            pinned = lambda core=CORES[len(shells) % len(CORES)]: os.sched_setaffinity(0, {core})  # so that one thread trains
+            how = dict(cwd=folders[case], env=environment, stdout=told, stderr=told, preexec_fn=pinned)
+            shells.append(subprocess.Popen(shell, **how))
+    for shell in shells:
+        shell.wait(200)
+    return folders
+
+
+@pytest.mark.parametrize("case", CONSOLES)
+def test_a_console_that_cannot_be_written_does_not_end_a_run(without_console, case):
+    folder = without_console[case]
+    assert text_of(folder / "code") == "0\n", text_of(folder / "told")
+    assert is_whole(folder / "logs" / "run.txt")
+    told = text_of(folder / "told")
+    assert re.search(CONSOLES[case][1], told) and "Traceback" not in told and "Exception ignored" not in told
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-16"])
+def test_what_a_console_cannot_show_is_replaced(shards, tmp_path, monkeypatch, encoding, no_warm_up):
+    """The sample's ⟫, and what the model writes; so in sample.py."""
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setitem(sys.modules, SCRIPT.stem, train_gpt)  # sample.py puts its own there
+    main(options(shards, tmp_path, sample_tokens=9, save_every=8))
+    sample.main([f"{tmp_path}/logs/run/{END}", "é", "--tokens=9", f"--script={SCRIPT}"])
+    shown.seek(0)
+    printed = shown.read()
+    assert "⟫" in lines_of(tmp_path / "logs" / "run.txt")
+    assert "step:8/8 val_loss" in printed and printed.count("⟫" if encoding == "utf-16" else "?") >= 2
+
+
+def test_names_that_are_no_text_do_not_end_a_run(shards, tmp_path, no_warm_up):
+    """Bytes that are not UTF-8, in the logs' folder: the log escapes them."""
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    main(options(shards, odd, save_every=4))
+    main(options(shards, odd, save_every=4, resume=odd / "logs" / "run" / "step_000004.pt"))
+    assert is_whole(odd / "logs" / "run.txt")
+
+
+# -----------------------------------------------------------------------------
+# The launcher
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_process_ends_with_its_launcher_but_not_with_a_shell(shards, tmp_path, monkeypatch, launched, no_warm_up):
+    """Its parent is gone after step 2: what an elastic launcher started saves and ends, a process in the background goes on."""
+    arguments, log = options(shards, tmp_path, **LONG), tmp_path / "logs/run.txt"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    else:
+        at_step(monkeypatch, 2, lambda: wait_until(lambda: os.getppid() != parent.pid))
+        arguments = options(shards, tmp_path, save_every=99)
+    parent = SimpleNamespace()
+
+    if not (shell := os.fork()):
+        try:
+            parent.pid = os.getpid()
+            child = forked(lambda: (main(arguments), print("ended by itself", flush=True)), tmp_path / "output")
+            (tmp_path / "child").write_text(f"{child}")
+            wait_until(lambda: "\nstep:2/" in text_of(log))
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert exit_code(shell) == -signal.SIGKILL
+    wait_until(lambda: has_ended(int(text_of(tmp_path / "child"))))
+    printed, last = text_of(tmp_path / "output"), lines_of(log).splitlines()[-1]
+    if launched:
+        assert "the launcher is gone: ends after this step" in printed
+        match = re.fullmatch(r"stopped by SIGTERM after step:(\d+)/302: checkpoint (\S+)", last)
+        assert match and read_checkpoint(Path(match[2]))["step"] == int(match[1])
+    else:
+        assert "ended by itself" in printed and is_whole(log) and (tmp_path / "logs" / "run" / END).exists()
+
+
+def has_ended(process: int) -> bool:
+    """Or waits for a parent to ask how."""
+    status = text_of(Path(f"/proc/{process}/status"))
+    return not status or "\nState:\tZ" in status
+
+
+def test_the_ranks_of_a_killed_launcher_save_and_end(shards, tmp_path):
+    """kill -9 of torchrun in a run on two ranks, which then goes on under its own log."""
+    command, environment = torchrun(2)
+    arguments, log = options(shards, tmp_path, **LONG), tmp_path / "logs/run.txt"
+    with open(tmp_path / "output", "w") as output:
+        launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, env=environment)
+    wait_until(lambda: "\nstep:3/" in text_of(log) or launcher.poll() is not None, 100)
+    ranks = [int(child) for child in text_of(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")).split()]
+    launcher.kill()
+    launcher.wait()
+    assert len(ranks) == 2
+    wait_until(lambda: all(map(has_ended, ranks)), 40)
+    printed = text_of(tmp_path / "output")
+    assert "the launcher is gone: ends after this step" in printed and "Traceback" not in printed
+    last = lines_of(log).splitlines()[-1]
+    match = re.fullmatch(r"stopped by SIGTERM after step:(\d+)/302: checkpoint (\S+)", last)
+    assert match and read_checkpoint(Path(match[2]))["step"] == int(match[1])
+    assert [path.name for path in (tmp_path / "logs").iterdir() if path.suffix == ".lock"] == []
+
+
+# -----------------------------------------------------------------------------
+# A terminal that is closed
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_ends_a_run_like_sigterm_but_not_after_nohup(shards, tmp_path, monkeypatch, nohup, no_warm_up):
+    """Sent twice: by the kernel, and by a shell that ends."""
+    hang_up = lambda: (os.kill(os.getpid(), signal.SIGHUP), time.sleep(0.2))
+    at_step(monkeypatch, 3, lambda: (hang_up(), hang_up()))
+
+    def work() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+        main(options(shards, tmp_path, save_every=99))
+
+    assert exit_code(forked(work, tmp_path / "output")) == (0 if nohup else 129)
+    log = tmp_path / "logs" / "run.txt"
+    if nohup:
+        assert is_whole(log)
+    else:
+        last = lines_of(log).splitlines()[-1]
+        match = re.fullmatch(r"stopped by SIGHUP after step:([45])/8: checkpoint (\S+)", last)
+        assert match and read_checkpoint(Path(match[2]))["step"] == int(match[1])
+
+
+# -----------------------------------------------------------------------------
+# Two processes, one run
+
+
+def test_a_second_process_on_a_run_is_refused_and_a_dead_one_is_not_in_the_way(shards, tmp_path, capsys, no_warm_up):
+    arguments = options(shards, tmp_path, **{**LONG, "save_every": 1}, keep_checkpoints=3)
+    first, log = forked(lambda: main(arguments), tmp_path / "output"), tmp_path / "logs" / "run.txt"
+    wait_until(lambda: "\nstep:5/" in text_of(log))
+    resumed = [argument for argument in arguments if "run_id" not in argument] + ["--resume=latest"]
+    message = f"run run is under way in another process, which holds {tmp_path}/logs/run.lock: wait for its end"
+    ends_with(capsys, resumed, message, code=1)
+    ends_with(capsys, arguments, message, code=1)  # and a new run of its name
+    done = log.read_text().count("\nstep:")
+    wait_until(lambda: log.read_text().count("\nstep:") > done + 3)
+    os.kill(first, signal.SIGKILL)
+    assert exit_code(first) == -signal.SIGKILL and (tmp_path / "logs" / "run.lock").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, int(re.findall(r"\nstep:(\d+)/", text_of(log))[-1]) + 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(SystemExit) as exit_:
+            main(resumed)
+    assert exit_.value.code == 143 and not (tmp_path / "logs" / "run.lock").exists()
+    steps = [int(step) for step in re.findall(r"step:(\d+)/302 train", lines_of(log))]
+    assert steps == [*range(1, len(steps) + 1)] and len(steps) > done
+
+
+def test_of_two_that_resume_at_once_one_goes_on(shards, tmp_path, no_warm_up):
+    main(options(shards, tmp_path, save_every=3))
+    (tmp_path / "logs" / "run" / END).unlink()
+    arguments = [a for a in options(shards, tmp_path, save_every=3) if "run_id" not in a] + ["--resume=latest"]
+    before = lines_of(tmp_path / "logs" / "run.txt")
+
+    def work() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            at_step(patch, 7, lambda: wait_until(lambda: any("is under way" in text_of(path) for path in outputs)))
+            main(arguments)
+
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    children = [forked(work, output) for output in outputs]
+    assert sorted(map(exit_code, children)) == [0, 1]
+    assert sorted(path.name for path in (tmp_path / "logs" / "run").iterdir()) == ["step_000006.pt", END]
+    assert lines_of(tmp_path / "logs" / "run.txt") == before
+
+
+def test_a_run_that_fails_gives_its_name_back(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """In the same process, whatever still holds the error."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.txt").touch()
+    with pytest.raises(SystemExit) as kept:
+        main(options(shards, tmp_path))
+    assert os.listdir(tmp_path / "logs") == ["run.txt"] and kept.value.code == 1
+    (tmp_path / "logs" / "run.txt").unlink()
+    main(options(shards, tmp_path))
+    assert os.listdir(tmp_path / "logs") == ["run.txt"]
+
+
+def test_a_file_system_without_locks_is_told_and_the_run_goes_on(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    main(options(shards, tmp_path))
+    assert "run.lock cannot be locked, No locks available: start no second process on this run" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "logs") == ["run.txt"]
+
+
+def test_a_lock_whose_holder_has_just_ended_is_made_again(tmp_path, monkeypatch):
+    """Between the opening of the file and its lock, the holder deletes it: another process could lock a new one beside it."""
+    path, flock, calls = tmp_path / "a.lock", fcntl.flock, []
+
+    def late(file, how):
+        if not calls:
+            path.unlink()
+        calls.append(how)
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with lock_run(path, print) as file:
+        assert os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("target"), os.mkfifo, os.mkdir], ids=["link", "FIFO", "folder"])
+def test_a_lock_that_is_something_else_is_neither_followed_nor_waited_for(shards, tmp_path, capsys, make, no_warm_up):
+    (tmp_path / "logs").mkdir()
+    make(tmp_path / "logs" / "run.lock")
+    try:
+        main(options(shards, tmp_path))
+    except SystemExit as exit_:
+        assert exit_.code == 1 and "run.lock" in capsys.readouterr().err
+    assert not (tmp_path / "logs" / "target").exists()
+
+
+# -----------------------------------------------------------------------------
+# Shards that fail
+
+
+@pytest.fixture(scope="module")
+def small_shards(shards, tmp_path_factory):
+    """The same tokens in shards that feed a step or two each."""
+    folder = tmp_path_factory.mktemp("small")
+    tokens = read_shard(shards / "local_train_000000.bin")
+    for i, part in enumerate(np.split(tokens[: 40 * 1600], 40)):
+        write_shard(folder / f"local_train_{i:06d}.bin", part)
+    shutil.copy(shards / "local_val_000000.bin", folder)
+    return folder
+
+
+def last_shards(folder: Path) -> list[Path]:
+    """Those that nobody has read by step 1, and somebody will before step 20."""
+    return sorted(folder.glob("*_train_*"))[9:]
+
+
+FAILURES = {  # what becomes of the shards, the message, and --save_every
+    "deleted": (lambda f: [path.unlink() for path in last_shards(f)], r"local_train_0000\d\d.bin: no such file", 99),
+    "cut": (lambda f: [os.truncate(path, 2000) for path in last_shards(f)], r"train_0000\d\d.bin: its header .*truncated", 0),
+    "validation deleted": (lambda f: [path.unlink() for path in f.glob("*_val_*")], r"no shard matches .*_val_", 99),
+    "validation cut": (lambda f: [os.truncate(path, 1500) for path in f.glob("*_val_*")], r"local_val_.*truncated", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_shard_that_fails_ends_the_run_after_the_step_before(small_shards, tmp_path, capsys, case, no_warm_up):
+    """Saved, if saving is on; with the shards back, the run goes on to the same bits."""
+    spoil, message, save_every = FAILURES[case]
+    data = shutil.copytree(small_shards, tmp_path / "data")
+    more = dict(num_scheduled_iterations=22, val_every=12, save_every=save_every, val_tokens=256)
+    arguments, logs = options(data, tmp_path, **more), tmp_path / "logs"
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 1, lambda: spoil(data))
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+    error = capsys.readouterr().err.splitlines()[-1]
+    kept = r"checkpoint (\S+/step_0000\d\d.pt)" if save_every else "no checkpoint, as --save_every=0"
+    match = re.search(rf"error: (stopped by bad data after step:(\d+)/24: {kept}; rank 0: .*{message}.*)", error)
+    assert exit_.value.code == 1 and match, error
+    lines = lines_of(logs / "run.txt").splitlines()
+    assert lines[-1] == match[1] and lines[-2].startswith(f"step:{match[2]}/24 train")
+    assert match[2] == "12" if "validation" in case else 5 < int(match[2]) < 22
+    if case == "deleted":
+        shutil.copytree(small_shards, data, dirs_exist_ok=True)
+        main([*arguments, "--resume=latest"])
+        main(options(data, tmp_path, **more, run_id="unbroken"))
+        a, b = (read_checkpoint(logs / name / "step_000024.pt")["state"] for name in ("run", "unbroken"))
+        assert unequal(a, b) == []
+        assert lines_of(logs / "run.txt") == lines_of(logs / "unbroken.txt")
+
+
+@pytest.mark.parametrize("rank_of_fault", [0, 1])
+def test_a_shard_that_fails_on_one_rank_ends_all_after_the_same_step(run_ranks, small_shards, tmp_path, rank_of_fault):
+    messages = run_ranks(2, a_shard_fails_on, small_shards, tmp_path, rank_of_fault)
+    assert messages[0] == messages[1]
+    match = re.match(r"stopped by bad data after step:(\d+)/24: checkpoint (\S+); rank (\d): .*local_train_000009", messages[0])
+    assert match and read_checkpoint(Path(match[2]))["step"] == int(match[1]) and int(match[3]) == rank_of_fault
+
+
+def a_shard_fails_on(rank: int, world_size: int, shards: Path, folder: Path, rank_of_fault: int) -> str:
+    """The message of a run in which one rank cannot read the tenth shard any more."""
+    read, seen = loader.read_shard, []
+
+    def read_or_fail(path, vocab_size=None):
+        seen.append(path)
+        if rank == rank_of_fault and "train_000009" in f"{path}" and seen.count(path) > 1:  # the first time to check
+            raise DataError(f"{path}: cannot be read")
+        return read(path, vocab_size)
+
+    loader.read_shard = read_or_fail
+    train_gpt.warm_up = lambda *_: None
+    settings = tiny_settings(shards, folder, num_scheduled_iterations=22, val_every=0, save_every=99)
+    with pytest.raises(AgreedError) as caught:
+        train_gpt.train(settings, Ranks(rank, world_size, torch.device("cpu")))
+    return f"{caught.value}"
+
+
+@pytest.mark.parametrize("share", [1, 3])
+def test_a_micro_batch_that_fails_is_known_before_the_report_of_the_step_before(share):
+    """At whichever of 4 steps it is: the steps before it are whole, and nothing is fetched beyond the last."""
+    for bad in range(4 * share + 1):
+
+        def batches() -> Iterator[int]:
+            for i in range(4 * share + 1):
+                if i == bad:
+                    raise DataError(f"no {i}")
+                yield i
+
+        run = Run(SimpleNamespace(total_iterations=4), ONE, Signals(), None)
+        fed, at_report = [], []
+        for i, batch in enumerate(run.ahead(batches, share, 4)):
+            fed.append(batch)
+            if i % share == share - 1:
+                at_report.append("".join(run.faults))
+                if run.faults:
+                    break
+        whole = bad // share
+        assert fed == [*range(min(whole, 4) * share)]
+        assert at_report == ([""] * (whole - 1) + [f"no {bad}"] if 0 < whole < 4 else [""] * whole)
+        assert (run.signals.agreed == FAULT) == (whole == 0)
+
+
+def test_a_sample_that_fails_ends_no_finished_run(shards, tmp_path, monkeypatch, no_warm_up):
+    data = shutil.copytree(shards, tmp_path / "data")
+    validate = train_gpt.validate
+
+    def then_delete(step, *rest):
+        loss = validate(step, *rest)
+        if step == 8:
+            (data / "local_val_000000.bin").unlink()
+        return loss
+
+    monkeypatch.setattr(train_gpt, "validate", then_delete)
+    main(options(data, tmp_path, sample_tokens=9))
+    assert is_whole(tmp_path / "logs" / "run.txt")
+    assert "\nno sample: DataError: no shard matches " in lines_of(tmp_path / "logs" / "run.txt")
+
+
+# -----------------------------------------------------------------------------
+# The log
+
+
+def replaced(path: Path) -> None:
+    text = path.read_text()
+    path.unlink()
+    path.write_text(f"{text}mine\n" * 9)
+
+
+LOSSES = {
+    "deleted": Path.unlink,
+    "emptied": lambda path: os.truncate(path, 0),
+    "cut": lambda path: os.truncate(path, 30),
+    "moved": lambda path: path.rename(path.with_name("elsewhere.txt")),
+    "written anew by an editor": replaced,
+    "deleted with its folder": lambda path: shutil.rmtree(path.parent),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_log_that_is_lost_is_written_again_from_memory(tmp_path, case, resumed):
+    """Whole, with the next line; also a line that comes later, after a second loss."""
+    path, text = tmp_path / "logs" / "run.txt", f"source\n{'=' * 100}\nPython\n{'=' * 100}\n"
+    saved = {"header": text.removesuffix("\n"), "lines": "step:1\nstep:2\n"} if resumed else None
+    log = Log(ONE, path, "note" if resumed else text.removesuffix("\n"), saved)
+    expected = f"source\n{'=' * 100}\nPython\nnote\n{'=' * 100}\nstep:1\nstep:2\n" if resumed else text
+    for line in ("a", "b", "c"):
+        if line != "b":
+            LOSSES[case](path)
+        log.write(line)
+        expected += f"{line}\n"
+        assert path.read_text() == expected
+    log.close()
+    assert [name for name in os.listdir(path.parent) if "tmp" in name] == []
+
+
+def test_a_lost_log_on_a_full_disk_comes_back_with_the_room(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "run.txt"
+    log = Log(ONE, path, "header")
+    log.write("a")
+    path.unlink()
+
+    def no_room(_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", no_room)
+        log.write("b")
+        log.write("c")
+        assert not path.exists()
+    log.write("d")
+    assert path.read_text() == "header\na\nb\nc\nd\n"
+    log.close()
+    assert capsys.readouterr().out.count("No space left on device: the run goes on") == 1
+
+
+def test_a_log_without_room_at_the_start_is_named_and_leaves_nothing(shards, tmp_path):
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        main(options(shards, tmp_path))
+
+    assert exit_code(forked(work, tmp_path / "output")) == 1
+    assert re.search(rf"error: {tmp_path}/logs/run.txt: File too large\n", text_of(tmp_path / "output"))
+    assert os.listdir(tmp_path / "logs") == []

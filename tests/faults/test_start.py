@@ -1,0 +1,492 @@
+"""A mistake before the ranks start is one message within seconds; a rank's end is one message and the run's exit code."""
+
+import errno
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt
+from common import ROOT, SCRIPT, options, text_of, wait_until
+from launch import environment
+from launch import start as launcher
+from launch.start import Ranks
+from runtime import checkpoints
+
+TINY = "--preset=demo --batch_unit=32 --num_scheduled_iterations=6 --val_tokens=512 --val_batch_tokens=256".split()
+PYTHON = sys.executable
+
+# -----------------------------------------------------------------------------
+# One process, before the ranks
+
+
+@pytest.fixture
+def start(monkeypatch, capfd):
+    """start(arguments): the exit code, all lines, and the ranks that would start: their number and command."""
+
+    def run(*arguments: str) -> tuple[int, list[str], tuple]:
+        started: list = []
+        fake = lambda count, command, name: types.SimpleNamespace(wait=lambda: started.append((count, command)) or 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(launcher, "Ranks", fake)
+            patch.setattr(sys, "path", sys.path[:])
+            patch.setattr(sys, "argv", sys.argv)
+            patch.setattr(signal, "signal", lambda *_: None)
+            capfd.readouterr()
+            with pytest.raises(SystemExit) as exit_:
+                launcher.main([*map(str, arguments)])
+        printed = "".join(capfd.readouterr())
+        return exit_.value.code, printed.splitlines(), started[0] if started else ()
+
+    monkeypatch.delenv("RANKS", raising=False)
+    return run
+
+
+MISTAKES = {  # arguments after good ones, the environment, message, exit code
+    "no data": ("--data=/nowhere", {}, r"no shard matches /nowhere/\*_val_\*.bin: make some with data/local_text.py", 1),
+    "unknown option": ("--learning_rate=1", {}, "unrecognized arguments: --learning_rate=1", 2),
+    "wrong type": ("--seed=first", {}, "argument --seed: invalid int value: 'first'", 2),
+    "no value": ("--seed", {}, "argument --seed: expected one argument", 2),
+    "unknown preset": ("--preset=laptop", {}, "argument --preset: invalid choice: 'laptop'", 2),
+    "out of range": ("--val_every=-1", {}, "--val_every=-1: must be 0 or more", 1),
+    "uneven micro-batches": ("--micro_batches=7", {}, "tokens do not divide into 7 micro-batches of a multiple of 16", 1),
+    "documents of one token": ("--max_doc_len=1", {}, "--max_doc_len=1: must be 2 or more", 1),
+    "a block without end": ("--block_size=1099511627775", {}, "--block_size=1099511627775: the most tokens are 384", 1),
+    "unknown encoding": ("--encoding=klingon", {}, "no encoding is called 'klingon'; there are: bytes, ", 1),
+    "no such model": ("--num_heads=3", {}, "num_heads=3: must be even", 1),
+    "no checkpoint": ("--resume=/nowhere.pt", {}, "/nowhere.pt: cannot be read: No such file", 1),
+    "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: name a file, or train without --resume", 1),
+    "no folder for the log": ("--log_dir=/dev/null", {}, "/dev/null", 1),
+    "no ranks": ("", {"RANKS": "0"}, "RANKS=0: must be a whole number from 1 on", 2),
+    "fewer than no ranks": ("", {"RANKS": "-1"}, "RANKS=-1: must be a whole number from 1 on", 2),
+    "ranks by name": ("", {"RANKS": "abc"}, "RANKS=abc: must be a whole number from 1 on", 2),
+    "half a rank": ("", {"RANKS": "1.5"}, "RANKS=1.5: must be a whole number from 1 on", 2),
+    "more ranks than work": ("", {"RANKS": "1000"}, "--micro_batches=2 cannot be shared by 1000 ranks: use a multiple", 1),
+    "ranks that share nothing evenly": (
+        "--batch_unit=48 --val_batch_tokens=384 --val_tokens=384 --micro_batches=3", {"RANKS": "3"},
+        r"lm_head \(32, 384\) cannot be sharded: its 32 rows do not divide over 3 ranks: start a number", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_message_before_any_rank_starts(start, shards, tmp_path, monkeypatch, case):
+    arguments, variables, message, code = MISTAKES[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found, lines, started = start(*options(shards, tmp_path), *arguments.split())
+    assert (found, started) == (code, ()), lines
+    errors = [line for line in lines if re.search(f": error: .*{message}", line)]
+    assert len(errors) == 1 and lines[-1] == errors[0] and len(lines) <= 5, lines
+    assert not list((tmp_path / "logs").glob("**/*.*"))
+
+
+def test_more_ranks_than_memory_holds_are_refused(start, shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANKS", "2")
+    monkeypatch.setattr(launcher, "free_memory", lambda: 600 << 20)
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (1, ())
+    assert re.search(r"error: 2 ranks need about 1.\d GiB of memory, 0.6 GiB are free: start fewer, as RANKS=1$", lines[-1])
+    monkeypatch.setattr(launcher, "free_memory", lambda: 8 << 30)
+    assert start(*options(shards, tmp_path))[2]
+
+
+def test_more_ranks_than_gpus_are_refused(start, shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANKS", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(name="H100"))
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (1, ()) and lines[-1].endswith("RANKS=3: this machine shows 2 GPUs, and a rank needs its own")
+    assert ", 2 x H100 (" in lines[0]
+
+
+@pytest.mark.parametrize("gpus, micro_batches, ranks", [(0, 2, 2), (0, 1, 1), (8, 8, 8), (6, 8, 4), (8, 3, 1), (1, 8, 1)])
+def test_ranks_that_nobody_asked_for_share_the_micro_batches(gpus, micro_batches, ranks):
+    assert launcher.usual_ranks(gpus, micro_batches) == ranks
+
+
+def test_too_little_room_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    code, lines, started = start(*options(shards, tmp_path, save_every=3, keep_checkpoints=4))
+    assert (code, started) == (1, ()) and re.search(r"checkpoints need [\d,]+ bytes, 1,000,000 are free: make room", lines[-1])
+
+
+def test_a_disk_that_is_full_is_named(start, shards, tmp_path, monkeypatch):
+    """Its error names no file."""
+    full = lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(checkpoints, "whole_file", full)
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (1, ())
+    said = f"{tmp_path}/logs: cannot be written: {os.strerror(errno.ENOSPC)}: make room, or give another --log_dir"
+    assert lines[-1].endswith(f"error: {said}")
+
+
+def test_a_checkpoint_that_does_not_serve_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "warm_up", lambda *_: None)
+        patch.setattr(os, "sched_getaffinity", lambda _: {0})  # one thread
+        train_gpt.main(options(shards, tmp_path, save_every=8))
+    path = tmp_path / "logs" / "run" / "step_000008.pt"
+    assert start(*options(shards, tmp_path, resume=path))[2][0] == 2
+    code, lines, started = start(*options(shards, tmp_path, resume=path, seed=3))
+    assert (code, started) == (1, ()) and lines[-1].endswith("step_000008.pt cannot be resumed: seed is 0, here 3")
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (1, ()) and "run.txt is another run's log: move it" in lines[-1]
+    path.write_bytes(path.read_bytes()[:-1])
+    code, lines, started = start(*options(shards, tmp_path, resume=path))
+    assert (code, started) == (1, ()) and "step_000008.pt: damaged or cut short" in lines[-1]
+
+
+def test_a_good_start_says_what_it_does_and_how_long_it_took(start, shards, tmp_path):
+    code, lines, (count, command) = start(*options(shards, tmp_path))
+    assert (code, count) == (0, 2) and command == [PYTHON, "-u", f"{ROOT / 'train_gpt.py'}", *options(shards, tmp_path)]
+    assert re.fullmatch(r"environment: \S+, Python [\d.]+, PyTorch \S+, no GPU \([\d.]+ s\)", lines[0])
+    assert re.fullmatch(r"settings, data and room are checked; starting 2 ranks \([\d.]+ s\)", lines[1]) and len(lines) == 2
+
+
+@pytest.mark.parametrize("console", ["full", "gone", "ascii", "none"])
+def test_a_console_that_cannot_be_written_keeps_no_rank_from_starting(start, shards, tmp_path, monkeypatch, console):
+    """Nor the tool that makes the data from making them."""
+    (reader, writer), broken = os.pipe(), {"full": lambda: open("/dev/full", "w"), "none": lambda: None}
+    os.close(reader)
+    broken |= {"gone": lambda: os.fdopen(writer, "w", closefd=False)}
+    broken |= {"ascii": lambda: io.TextIOWrapper(io.BytesIO(), encoding="ascii")}
+    tool = tmp_path / "tool.py"
+    tool.write_text(f"print('ü' * 99999)\nopen('{tmp_path}/made', 'w')")
+    monkeypatch.setattr(launcher, "MAKERS", {"data/local": f"{tool}", f"{shards}": f"{tool}"})
+    monkeypatch.setitem(train_gpt.PRESETS, "demo", {**train_gpt.DEMO, "data": f"{shards}"})
+    monkeypatch.setattr(launcher, "load", lambda _: train_gpt)
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, broken[console]())
+    launcher.show("ü", 0)
+    launcher.tell("ü", "ü")
+    code, _, (ranks, _) = start(f"--log_dir={tmp_path / 'logs'}", *TINY)
+    assert (code, ranks) == (0, 2) and (tmp_path / "made").exists()
+    monkeypatch.undo()
+    os.close(writer)
+
+
+# -----------------------------------------------------------------------------
+# Scripts and paths
+
+
+@pytest.mark.parametrize("name", ["copy.py", "queue.py", "sample.py", "torch.py"])
+def test_a_script_that_hides_a_module_is_refused(start, shards, tmp_path, name):
+    shutil.copy(SCRIPT, tmp_path / name)
+    code, lines, started = start(tmp_path / name, *options(shards, tmp_path))
+    assert (code, started) == (1, ()) and len(lines) == 1
+    assert f"/{name} hides the module '{name[:-3]}' that others import: rename it" in lines[0]
+
+
+def test_so_is_one_beside_the_script_in_the_project(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    for name in ("train_gpt.py", "copy.py"):
+        shutil.copy(SCRIPT, tmp_path / name)
+    assert "/copy.py hides the module 'copy'" in start()[1][0]
+
+
+IDEA = """
+from dataclasses import dataclass
+from runtime.options import setting
+from train_gpt import *
+from train_gpt import Hyperparameters as Before, PRESETS, build, check_shards
+
+@dataclass
+class Hyperparameters(Before):
+    warmth: int = setting(3, "of the idea")
+"""
+
+
+def test_an_idea_with_settings_of_its_own_is_checked_by_them(start, shards, tmp_path):
+    script = tmp_path / "warm.py"
+    script.write_text(IDEA)
+    good = start(script, *options(shards, tmp_path, warmth=4))
+    assert good[0] == 0 and good[2][1][2:4] == [f"{script}", "--preset=demo"], good[1]
+    code, lines, _ = start(script, *options(shards, tmp_path, warmth=-4))
+    assert code == 1 and lines[-1] == "warm.py: error: --warmth=-4: must be positive"
+
+
+def test_a_bug_in_the_script_keeps_its_traceback(tmp_path):
+    """And is raised once, before any rank starts."""
+    (tmp_path / "idea.py").write_text("import no_such_module\n")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        patch.setattr(sys, "path", sys.path[:])
+        patch.setattr(sys, "argv", sys.argv)
+        launcher.main([f"{tmp_path / 'idea.py'}"])
+
+
+def test_so_does_one_whose_kind_is_a_message_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "idea.py").write_text("x = 1\nint('seven')\n")
+    with pytest.raises(SystemExit, match=r"(?s)Traceback.*idea.py\", line 2.*\nValueError: invalid literal"):
+        launcher.load(tmp_path / "idea.py")
+
+
+def test_a_script_without_settings_is_started_unchecked(start, tmp_path):
+    script = tmp_path / "other.py"
+    script.write_text("x = 1\n")
+    assert start(script, "--data=x", "--any")[2] == (2, [PYTHON, "-u", f"{script}", "--data=x", "--any"])
+
+
+def test_paths_mean_the_folder_in_which_the_user_stands(start, shards, tmp_path, monkeypatch):
+    """Those that are not given are the project's."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(shards, tmp_path / "mine")
+    _, _, (_, command) = start("--data=mine", "--log_dir=here", *TINY)
+    assert command[3:] == ["--data=mine", "--log_dir=here", *TINY] and (tmp_path / "here").is_dir()
+    _, _, (_, command) = start("--data=mine", *TINY)
+    assert command[3:] == ["--data=mine", *TINY, f"--log_dir={ROOT / 'logs'}"]
+    code, lines, _ = start("--data=mine", *TINY, "--resume=there.pt")
+    assert code == 1 and "error: there.pt: cannot be read: No such file" in lines[-1]
+    monkeypatch.chdir(ROOT)
+    _, _, (_, command) = start(f"--data={tmp_path / 'mine'}", *TINY)
+    assert command[4:] == TINY
+
+
+def test_only_help_alone_asks_for_help(start, shards, tmp_path):
+    code, _, started = start(*options(shards, tmp_path, run_id="a --help b"))
+    assert code == 0 and started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "execv", lambda _, command: sys.exit(" ".join(command)))
+        assert start("--run_id=x", "--help")[0] == f"{PYTHON} {ROOT / 'train_gpt.py'} --run_id=x --help"
+
+
+def run_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": path, "PYTHONPATH": "", **variables}
+    return subprocess.run(["bash", *arguments], env=variables, capture_output=True, text=True, timeout=100, cwd="/tmp")
+
+
+def test_run_sh_finds_its_project_through_links_and_whatever_cdpath_says(shards, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "train").symlink_to(ROOT / "run.sh")
+    bad = [*options(shards, tmp_path), "--data=/nowhere"]
+    done = run_sh(f"{tmp_path / 'bin' / 'train'}", *bad, CDPATH=f"{tmp_path}:{ROOT.parent}")
+    assert done.returncode == 1 and done.stderr.startswith("train_gpt.py: error: no shard matches /nowhere/"), done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout.startswith("environment: ") and done.stdout.count("\n") == 1
+
+
+# -----------------------------------------------------------------------------
+# The environment
+
+
+def package(folder: Path, name: str, version: str, source: str | None = "") -> None:
+    """Installed, as pip leaves it; source None: half of it."""
+    (folder / f"{name}-{version}.dist-info").mkdir()
+    (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (folder / name).mkdir()
+    if source is not None:
+        (folder / name / "__init__.py").write_text(source)
+
+
+VERSIONS = {"1.0": ["thing_x from 2.0"], "1.26.4": ["thing_x from 2.0"], "2.0": [], "2.13.0+cpu": [], "10.1": []}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_package_serves_from_its_oldest_version_on(tmp_path, monkeypatch, version):
+    monkeypatch.syspath_prepend(tmp_path)
+    package(tmp_path, "thing_x", version)
+    (tmp_path / "requirements.txt").write_text("# needed\nthing_x==2.4.6  # from 2.0\n\n")
+    assert environment.missing([f"{tmp_path / 'requirements.txt'}"]) == VERSIONS[version]
+
+
+def test_a_package_that_is_half_there_is_missing(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("thing_a", "thing_b", "thing_c"):
+        package(tmp_path, name, "3.0", None if name == "thing_b" else "")
+    shutil.rmtree(tmp_path / "thing_a")
+    lines = "".join(f"thing_{x}==3.0  # from 2.0\n" for x in "abcd")
+    (tmp_path / "requirements.txt").write_text(lines)
+    half = ", which is half installed"
+    assert environment.missing([f"{tmp_path / 'requirements.txt'}"]) == [f"thing_a{half}", f"thing_b{half}", "thing_d"]
+
+
+def test_this_environment_serves_and_the_files_say_from_which_versions_on():
+    files = [ROOT / name for name in ("requirements.txt", "records/requirements.txt", "tests/requirements.txt")]
+    lines = [line for path in files for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w-]+[=>]=[\d.]+ +# from [\d.]+(, module \w+)?(;.*)?", line) for line in lines), lines
+    assert environment.missing([*map(str, files)]) == [] == environment.missing_there(PYTHON, [*map(str, files)])
+
+
+def test_another_interpreter_is_asked_what_it_lacks(tmp_path):
+    (tmp_path / "requirements.txt").write_text("no_such_package==1.0  # from 1.0\n")
+    assert environment.missing_there(PYTHON, [f"{tmp_path / 'requirements.txt'}"]) == ["no_such_package"]
+    assert environment.missing_there("/nowhere/python", []) is None is environment.missing_there("/bin/false", [])
+
+
+def test_a_python_that_is_too_old_never_serves(tmp_path, monkeypatch, capsys):
+    """Whatever packages it has."""
+    monkeypatch.setattr(environment, "OLDEST", (3, 99))
+    assert environment.missing([f"{ROOT / 'requirements.txt'}"]) == ["Python 3.99 or later"]
+    with pytest.raises(SystemExit) as exit_:
+        environment.ensure([f"{ROOT / 'requirements.txt'}"], f"{tmp_path}")
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert re.search(rf"run.sh: error: \S+ is Python {here}: 3.99 or later is needed", exit_.value.code)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """ensure() on a requirement that only .venv will have, and the commands that it runs instead of venv and pip."""
+    (tmp_path / "requirements.txt").write_text("no_such_package==1.0  # from 1.0\n")
+    commands: list = []
+
+    def run_quietly(command, purpose):
+        commands.append(command[1:4])
+        if "venv" in command:
+            python = Path(command[-1], "bin", "python")
+            python.unlink(missing_ok=True)
+            python.parent.mkdir(parents=True, exist_ok=True)
+            python.symlink_to(PYTHON)
+
+    answers = iter([["no_such_package"], []])  # of the .venv that is made, and once it is filled
+    real = environment.missing_there
+    exists = lambda python, files: next(answers) if real(python, files) is not None else None
+    monkeypatch.setattr(environment, "run_quietly", run_quietly)
+    monkeypatch.setattr(environment, "missing_there", exists)
+    return lambda: environment.ensure([f"{tmp_path / 'requirements.txt'}"], f"{tmp_path}"), commands, tmp_path / ".venv"
+
+
+@pytest.mark.parametrize("before", ["nothing", "its python is gone", "its python is no program"])
+def test_an_environment_that_does_not_run_is_made_again(made, before, capsys):
+    ensure, commands, venv = made
+    if before != "nothing":
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin" / "python").symlink_to("/nowhere/python3" if before == "its python is gone" else "/etc/hostname")
+    assert ensure() == f"{venv / 'bin' / 'python'}"
+    assert commands == [["-m", "venv", "--clear"], ["-m", "pip", "install"]]
+    printed = capsys.readouterr()
+    told = [line.partition(": ")[2] for line in printed.err.splitlines()]
+    assert printed.out == "" and told[0] == f"{PYTHON} lacks no_such_package: making .venv"
+    assert told[1] == "installing into .venv, which takes minutes the first time: no_such_package"
+    assert re.fullmatch(r".venv is ready \(\d+ s\)", told[2])
+
+
+def test_pip_is_heard_only_if_it_fails(capfd):
+    environment.run_quietly([PYTHON, "-c", "print('WARNING: running as root')"], "installing")
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(SystemExit) as exit_:
+        environment.run_quietly([PYTHON, "-c", "print('no such package'); raise SystemExit(3)"], "installing")
+    assert exit_.value.code == "run.sh: error: installing failed, code 3:\nno such package"
+
+
+# -----------------------------------------------------------------------------
+# Ranks: small programs in their place
+
+
+@pytest.fixture
+def ranks(monkeypatch, capfd):
+    """ranks(source, count): exit code and stderr of so many processes that run this source; `rank` is theirs."""
+    before = {number: signal.getsignal(number) for number in launcher.SIGNALS}
+
+    def run(source: str, count: int = 2) -> tuple[int, str]:
+        program = f"import os, signal, sys, time\nsys.path.insert(0, {f'{ROOT}'!r})\nrank = int(os.environ['RANK'])\n{source}"
+        code = Ranks(count, [PYTHON, "-c", program], "idea.py").wait()
+        return code, capfd.readouterr().err
+
+    monkeypatch.setattr(launcher, "loopback_store", lambda: (None, 1))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+ENDS = {  # what two ranks do, the exit code, and all that is said
+    "well": ("", 0, ""),
+    "by a message of its own": ("rank == 0 and sys.exit('bad'); time.sleep(50)", 1, "bad\n"),
+    "by options": ("sys.exit(2)", 2, ""),
+    "by SIGKILL": ("rank and os.kill(os.getpid(), 9); time.sleep(50)", 1,
+                   "idea.py: error: rank 1 was killed by SIGKILL (out of memory?): the run has ended\n"),
+    "by a segmentation fault": ("os.kill(os.getpid(), signal.SIGSEGV) if rank == 0 else time.sleep(50)", 1,
+                                "idea.py: error: rank 0 was killed by SIGSEGV: the run has ended\n"),
+    "by a signal to one": ("sys.exit(143)", 143, "idea.py: ended by SIGTERM, sent to a rank\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_ranks_end_is_the_runs_code_and_one_message(ranks, case):
+    source, code, said = ENDS[case]
+    assert ranks(source) == (code, said)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_handed_on_and_is_the_exit_code(ranks, number):
+    """One of the ranks sends it to this process: to the launcher."""
+    listen = "signal.signal({0}, lambda *_: sys.exit(128 + {0}))\nrank or os.kill(os.getppid(), {0})\ntime.sleep(50)"
+    code, said = ranks("time.sleep(0.5 * (1 - rank))\n" + listen.format(int(number)))
+    assert code == 128 + number and said.count("\n") == 1 and said.startswith(f"idea.py: {number.name}: a step that has begun")
+
+
+def test_ctrl_c_while_ranks_import_is_one_line(ranks):
+    """No KeyboardInterrupt from each; once they handle signals, they get the signal itself."""
+    send = "rank or os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(50)"
+    for before in ("", "from launch.signals import Signals\nSignals().__enter__()\n"):
+        code, said = ranks(f"{before}time.sleep(0.5 * (1 - rank))\n{send}")
+        assert code == 130 and said.count("\n") == 1 and said.startswith("idea.py: SIGINT: "), said
+
+
+def test_ranks_that_do_not_end_are_killed(ranks, monkeypatch):
+    monkeypatch.setattr(launcher, "PATIENCE", 0.5)
+    deaf = "signal.signal(15, signal.SIG_IGN)\nrank or sys.exit(time.sleep(0.5) or 1)\ntime.sleep(50)"
+    begun = time.monotonic()
+    assert ranks(deaf) == (1, "") and time.monotonic() - begun < 25
+
+
+def test_nohup_stays_in_force(ranks):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert ranks("rank or os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.3)") == (0, "")
+
+
+def test_a_bug_on_all_ranks_is_shown_once(ranks, tmp_path):
+    """They meet it at the same time."""
+    meet = f"open({f'{tmp_path}/'!r} + str(rank), 'w')\nwhile len(os.listdir({f'{tmp_path}'!r})) < 2: time.sleep(0.01)\n"
+    code, said = ranks(f"from launch.signals import Signals\n{meet}with Signals():\n    raise KeyError('a bug')")
+    assert code == 1 and said.count("Traceback") == 1 and said.count("KeyError: 'a bug'") == 1, said
+
+
+def test_the_environment_of_a_rank_is_torchruns(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    found = launcher.rank_environment(1, 2, 29500)
+    assert {name: found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == dict(
+        RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2"
+    )
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("127.0.0.1", "29500", "True")
+    assert found["GLOO_SOCKET_IFNAME"] == "lo" and found["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert "GLOO_SOCKET_IFNAME" not in launcher.rank_environment(0, 1, 1, interfaces=lambda: [(1, "eth0")])
+
+
+# -----------------------------------------------------------------------------
+# A real run
+
+
+def listeners(processes: list[int]) -> list[str]:
+    """The addresses on which these processes listen, in the kernel's hexadecimals."""
+    sockets = {os.readlink(fd) for pid in processes for fd in Path(f"/proc/{pid}/fd").glob("*") if fd.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+def test_a_run_listens_on_the_loopback_alone_and_a_killed_rank_is_one_line(shards, tmp_path):
+    arguments = options(shards, tmp_path, num_scheduled_iterations=200, val_every=0)
+    log, output = tmp_path / "logs" / "run.txt", tmp_path / "output"
+    with open(output, "w") as file:
+        launcher = subprocess.Popen([PYTHON, f"{ROOT / 'launch/start.py'}", f"{SCRIPT}", *arguments], stdout=file, stderr=file)
+    try:
+        wait_until(lambda: "\nstep:3/" in text_of(log) or launcher.poll() is not None, 100)
+        ranks = [int(child) for child in text_of(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")).split()]
+        assert len(ranks) == 2, text_of(output)
+        found = listeners([launcher.pid, *ranks])
+        assert len(found) == 3 and set(found) == {"0100007F"}  # 127.0.0.1: the store, and a socket of each rank's gloo
+        os.kill(ranks[1], signal.SIGKILL)
+        assert launcher.wait(60) == 1
+    finally:
+        launcher.kill()
+    said = [line for line in text_of(output).splitlines() if ": error: " in line or "SIG" in line or "Traceback" in line]
+    assert said == [f"{SCRIPT.name}: error: rank 1 was killed by SIGKILL (out of memory?): the run has ended"]

@@ -1,0 +1,411 @@
+"""Hostile and damaged logs, names and options: the tools in records/ name them, and show nothing but text."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "records"))
+pytest.importorskip("scipy", reason="pip install -r records/requirements.txt")
+pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
+pytest.importorskip("rich", reason="pip install -r records/requirements.txt")
+
+from made_logs import (
+    BANNER, ENVIRONMENT, ROOT, RULE, SOURCES, make_log, records_folder, smi_environment, step_lines, write_runs,
+)  # fmt: skip
+
+import compare
+import extract
+import history
+import plot
+import runlog
+import tool
+from launch import environment
+from runlog import at_step, parse_log
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\r"
+SHOWN = "\x1b\x07\x9b\u202e\r"  # none of these, ever
+
+
+def command(tool_name, *arguments, **how):
+    """A tool in a process of its own."""
+    how = {"capture_output": True, "timeout": 120, "check": False} | how
+    return subprocess.run([sys.executable, str(ROOT / "records" / tool_name), *map(str, arguments)], **how)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    return records_folder(tmp_path, monkeypatch)
+
+
+def add(root, name, *logs, **more):
+    """history.py --add."""
+    given = {"description": "what it does", "contributors": "Ann", "date": "2026-01-01"} | more
+    options = [f"--{option.replace('_', '-')}{'=' if value else ''}{value}" for option, value in given.items()]
+    history.main(["--add", name, *map(str, logs), *options], root)
+
+
+# -----------------------------------------------------------------------------
+# What is shown
+
+
+def hostile_log():
+    """Escapes wherever a log's text is shown: settings, facts, a source's name and text, a bad line, an error."""
+    settings = ENVIRONMENT.replace("lr=0.5", "lr='\\x1b[31m'").replace("varlen_attn", f"varlen{ESCAPES[:-1]}:smile:")
+    sources = SOURCES | {"train_gpt.py": b"x = 2\n", f"e{ESCAPES[:-1]}.py": f"y = '{ESCAPES[:-1]}'\n".encode()}
+    return make_log(sources, environment=settings, lines=f"step:{ESCAPES}:smile:\n" + step_lines())
+
+
+def test_no_log_writes_to_the_terminal_but_text(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(make_log())
+    (tmp_path / f"b{ESCAPES}[bold]:smile:\nb: FASTER.txt").write_bytes(hostile_log())
+    (tmp_path / "cut.txt").write_bytes(make_log(lines=step_lines(3, total=8), end=f"RuntimeError: {ESCAPES}\n"))
+    paths = sorted(map(str, tmp_path.iterdir()))
+    compare.main([*paths[:2], "--source", "--rules", "--snippet"])
+    out = capsys.readouterr().out
+    assert not set(SHOWN) & set(out)
+    assert r"\x1b[2J" in out and ":smile:" in out and "[bold]" in out and r"\u202e" in out
+    assert "\nb: FASTER.txt" not in out and r"\nb: FASTER.txt" in out  # nor a line of its own
+
+
+def test_nor_does_a_message(tmp_path):
+    (tmp_path / "cut.txt").write_bytes(make_log(lines=step_lines(3, total=8), end=f"RuntimeError: {ESCAPES}\n"))
+    for name, arguments in (
+        ("compare.py", [tmp_path / "cut.txt"]),
+        ("compare.py", [tmp_path / f"absent{ESCAPES}"]),
+        ("extract.py", [tmp_path / f"absent{ESCAPES}", tmp_path / "x"]),
+    ):
+        done = command(name, *arguments, text=True, encoding="utf-8")
+        assert done.returncode == 1 and done.stderr.startswith(f"{name}: error: "), done.stderr
+        assert r"\x1b[2J" in done.stderr and not set(SHOWN) & set(done.stderr.replace("\r\n", "\n"))
+
+
+HTML = "<script>alert(1)</script> <!-- record ends --> <!-- history ends --> ``` | `code` &lt;"
+
+
+def test_neither_log_nor_description_writes_html_or_marks_into_a_page(tmp_path, root):
+    runs = tmp_path / "runs"
+    write_runs(runs, [80_000, 81_000], [3.27, 3.28])
+    problem = f"step:{HTML}\n```\n{history.PAGE_END}\n{history.END}\n"
+    (runs / "0.txt").write_bytes(make_log(lines=problem + step_lines(8, 10_000.0, 3.27)))
+    (runs / "9.txt").write_bytes(make_log(lines=step_lines(3, total=8), end=f"RuntimeError: {HTML}\n"))
+    (runs / "````.txt").write_bytes(make_log(lines=step_lines(3, total=8)))
+    add(root, "1_A", runs, description=f"first {HTML}", contributors=f"Ann {HTML}, [Bob](https://b.example)", keep_aside="")
+    text, table = (path.read_text() for path in (root / "1_A" / "README.md", root / "README.md"))
+    history.main(["--check"], root)
+    history.main([], root)
+    assert (text, table) == ((root / "1_A" / "README.md").read_text(), (root / "README.md").read_text())
+    outside = re.sub(r"^(`{3,})\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for page, marks in ((outside, (history.PAGE_BEGIN, history.PAGE_END)), (table, (history.BEGIN, history.END))):
+        assert all(page.count(mark) == 1 for mark in marks) and "<script" not in page
+        assert page.replace("p(<3.28)", "").count("<") == page.count("<!--") == 2
+        assert "&lt;script&gt;" in page and r"\`\`\`" in page and "[Bob](https://b.example)" in page
+    assert "9.txt: crashed at step 3/8: RuntimeError: <script>" in text and "`````" in text
+    assert re.search(r"^\| \[1\]", table, re.MULTILINE) and table.count("\n| ") == 2
+
+
+def test_dollars_underscores_and_undecodable_names_are_drawn(tmp_path, capsys):
+    names = ["$x^2", "_under", "a" * 80, os.fsdecode(b"\xff\xfe"), ":smile:"]
+    folders = [write_runs(tmp_path / name, [80, 81], [3.27, 3.28 + i / 1000]) for i, name in enumerate(names)]
+    compare.main([*folders, "--plot", str(tmp_path / "out.png")])
+    out = capsys.readouterr().out
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "| $x^2 " in out and "| :smile: " in out and r"\udcff\udcfe losses: 3.27" in out
+    assert plot.label("a$b") == r"a\$b" and len(plot.label("a" * 80)) == plot.LONGEST
+
+
+def test_a_record_of_undecodable_names_and_spaces_has_links_that_lead_to_its_logs(tmp_path, root):
+    runs = tmp_path / "runs"
+    write_runs(runs, [80_000, 81_000], [3.27, 3.28])
+    for i, name in enumerate((os.fsdecode(b"a \xff(1).txt"), "b $(touch x).txt")):
+        (runs / f"{i}.txt").rename(runs / name)
+    add(root, "1_A", runs)
+    assert "[log](1_A/a%20%FF%281%29.txt)" in (root / "README.md").read_text()
+    page = (root / "1_A" / "README.md").read_text(encoding="utf-8")
+    assert "python records/extract.py 'records/1_A/a " in page
+    history.main(["--check"], root)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_output_that_nobody_takes_is_no_traceback(tmp_path, encoding):
+    a, b = (write_runs(tmp_path / name, [80, 81], [3.27, 3.28]) for name in ("a", "é"))
+    how = {"env": {**os.environ, "PYTHONIOENCODING": encoding}}
+    done = command("compare.py", a, b, **how)
+    assert done.returncode == 0 and done.stderr == b"" and (r"\u0394" if encoding == "ascii" else "Δ").encode() in done.stdout
+    line = f"{sys.executable} {ROOT / 'records' / 'compare.py'} {a} {b}"
+    for redirection, code, said in ((">&-", 0, ""), ("> /dev/full", 1, "No space left"), ("2>&- >&-", 0, "")):
+        done = subprocess.run(f"{line} {redirection}", shell=True, capture_output=True, text=True, check=False, **how)
+        assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, (redirection, done)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{line} --source | true"], capture_output=True, text=True, check=False, **how
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -----------------------------------------------------------------------------
+# What logs say
+
+
+def tangled(shape, count):
+    """A log whose sources hold so many things that look like a file's beginning."""
+    banner = f"{BANNER}\n# m{{}}.py\n{BANNER}\n"
+    header = f"{RULE}\nPython 3\n"
+    opening, each = {
+        "banners in a bracket": ("x = (\n", banner),
+        "files in a bracket": ("x = (\n", banner + "y = (\n"),
+        "headers": ("x = (\n", header + banner + "y = (\n"),
+        "headers in strings": ("x = '''\n", header + banner + "'''\ny = '''\n"),
+        "banners in strings": ("x = (\n", "y = '''\n" + banner + "'''\n"),
+    }[shape]
+    return make_log(script=(opening + "".join(each.format(i) for i in range(count))).encode())
+
+
+SHAPES = ("banners in a bracket", "files in a bracket", "headers", "headers in strings", "banners in strings")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_thousand_banners_are_read_in_proportion_to_their_size(shape, monkeypatch):
+    spent = []
+    parses = runlog.parses
+    monkeypatch.setattr(runlog, "parses", lambda source: spent.append(len(source)) or parses(source))
+    data = tangled(shape, 1000)
+    log = parse_log(data)
+    most = 8 * len(data) + (1 << 20)
+    assert sum(spent) <= most and len(spent) <= most / 500
+    assert log.sources and log.loss == 3.27 or "cut short within its sources" in log.fault
+
+
+LAST = "step:40/40 val_loss:3.2700 train_time:400ms"
+
+
+@pytest.mark.parametrize(
+    "time, said",
+    [
+        ("nanms", "wrong time: nan ms at step 40"),
+        ("infms", "wrong time: inf ms at step 40"),
+        ("1e300ms", r"wrong time: 1e\+300 ms at step 40"),
+        ("-5ms", "wrong time: -5 ms at step 40"),
+        ("100ms", "wrong time: 100 ms at step 40, after 390 ms at step 39"),
+    ],
+)
+def test_a_time_that_no_clock_shows_sets_a_run_aside(tmp_path, capsys, time, said):
+    """It made means of nan, or a false FASTER."""
+    folder = Path(write_runs(tmp_path / "runs", [400, 404, 408], [3.27, 3.28, 3.29], steps=40))
+    lines = step_lines(40).replace(LAST, LAST.replace("400ms", time))
+    (folder / "bad.txt").write_bytes(make_log(lines=lines))
+    assert lines != step_lines(40) and re.match(said, runlog.read_log(folder / "bad.txt").fault)
+    compare.main([str(folder), "--plot", str(tmp_path / "out.png")])
+    out = capsys.readouterr().out
+    assert re.search(rf"set aside: .*bad\.txt: {said}", out) and "runs times, s: 0.400, 0.404, 0.408" in out
+
+
+def test_times_that_start_again_after_ten_steps_are_the_oldest_public_runs():
+    times = [f"step:{i}/100 train_time:{ms}ms step_avg:nanms\n" for i, ms in ((9, 9000), (10, 9500), (11, 300), (12, 600))]
+    lines = "".join(times) + "step:100/100 val_loss:3.2 train_time:30000ms step_avg:300ms\n"
+    assert parse_log(make_log(lines=lines)).fault == ""
+    assert "step 11" in parse_log(make_log(lines=lines.replace("/100", "/16").replace("step:100", "step:16"))).fault
+
+
+def test_a_log_with_windows_line_ends_keeps_its_facts():
+    log = parse_log(make_log().replace(b"\n", b"\r\n"))
+    unix = parse_log(make_log())
+    assert (log.facts, log.settings, log.sources) == (unix.facts, unix.settings, SOURCES)
+    assert (log.times, log.validations, log.fault) == (unix.times, unix.validations, "") and len(log.problems) == 1
+
+
+def test_processes_of_nvidia_smi_are_no_gpus():
+    log = parse_log(make_log(environment=smi_environment()))
+    assert log.facts["GPUs"] == "2 × NVIDIA H100 80GB HBM3" and log.facts["driver"] == "570.10"
+
+
+def test_a_ranks_last_words_are_a_crash():
+    end = "[rank3]:[W] noise\n[rank3]: Traceback (most recent call last):\n[rank3]: torch.OutOfMemoryError: CUDA\n"
+    assert parse_log(make_log(lines=step_lines(3, total=8), end=end)).fault == (
+        "crashed at step 3/8: [rank3]: torch.OutOfMemoryError: CUDA"
+    )
+
+
+def test_runs_that_stopped_early_are_compared_at_a_step(tmp_path, capsys):
+    """Track 3 lets a run end before its last step."""
+    early = parse_log(make_log(lines=step_lines(7, total=12, every=3)))
+    assert early.fault.startswith("cut short at step 7/12") and at_step(early, 6).fault == ""
+    cut = at_step(early, 6)
+    assert (cut.validations[-1][0], max(cut.times), cut.total, early.total) == (6, 6, 6, 12)
+    assert at_step(early, 5).fault == "cut short at step 5/5: no validation loss there"
+    assert at_step(early, 9).fault == "it has no step 9"
+    twice = parse_log(make_log(lines=step_lines() + step_lines()))
+    assert at_step(twice, 4).fault == twice.fault
+    for name, steps, seed in (("0", 7, 0), ("1", 12, 1)):
+        lines = step_lines(steps, total=12, every=3, ms=10 + seed)
+        (tmp_path / f"{name}.txt").write_bytes(make_log(lines=lines))
+    compare.main([str(tmp_path), "--at", "6"])
+    out = capsys.readouterr().out
+    assert "times, s: 0.060, 0.066" in out and "note: " in out and "read up to step 6 alone" in out
+
+
+# -----------------------------------------------------------------------------
+# Options, metadata, files
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "three"])
+def test_a_target_that_is_no_number_is_refused(tmp_path, text, capsys):
+    runs = write_runs(tmp_path / "runs", [80], [3.27])
+    for main in (compare.main, lambda options: history.main([*options, "--add=x"])):
+        with pytest.raises(SystemExit) as error:
+            main([runs, f"--target={text}"])
+        assert error.value.code == 2 and "argument --target: invalid finite value" in capsys.readouterr().err
+
+
+GOOD = {"description": '"x"', "date": '"2026-01-01"', "contributors": '["Ann"]', "track": '"t"', "target": "3.28"}
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("description", "3"),
+        ("description", '"a\\nb"'),
+        ("description", '" "'),
+        ("date", "2026-01-01"),
+        ("date", '"20260101"'),
+        ("date", '"2026-13-01"'),
+        ("contributors", '"Ann"'),
+        ("contributors", "[]"),
+        ("contributors", '["Ann", 3]'),
+        ("track", "[]"),
+        ("target", '"3.28"'),
+        ("target", "true"),
+        ("target", "nan"),
+        ("target", "-inf"),
+        ("baseline", "3"),
+        ("baseline", '["1_A"]'),
+        ("unknown", "1"),
+    ],
+)
+def test_metadata_of_a_wrong_type_is_named(tmp_path, root, field, value):
+    add(root, "1_A", write_runs(tmp_path / "runs", [80, 81], [3.27, 3.28]))
+    toml = "".join(f"{name} = {text}\n" for name, text in (GOOD | {field: value}).items())
+    (root / "1_A" / "record.toml").write_text(toml)
+    with pytest.raises(SystemExit, match=rf"history\.py: error: .*record\.toml: .*{field}"):
+        history.main([], root)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"a = ", b"a = " + b"[" * 5000, b"a = 1\na = 2"])
+def test_metadata_that_is_no_toml_is_named(tmp_path, root, content):
+    add(root, "1_A", write_runs(tmp_path / "runs", [80, 81], [3.27, 3.28]))
+    (root / "1_A" / "record.toml").write_bytes(content)
+    with pytest.raises(SystemExit, match=r"history\.py: error: .*record\.toml: "):
+        history.main([], root)
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "<b>", ".x", "a/b", "", "x" * 200, "a\nb"])
+def test_a_records_name_is_plain(tmp_path, root, name):
+    runs = write_runs(tmp_path / "runs", [80, 81], [3.27, 3.28])
+    with pytest.raises(SystemExit):
+        add(root, name, runs)
+    assert sorted(path.name for path in root.iterdir()) == ["README.md"]
+
+
+@pytest.mark.parametrize("length", [201, 300, 4000])
+def test_a_source_with_a_name_that_no_file_has_is_refused_in_a_line(tmp_path, length):
+    (tmp_path / "log.txt").write_bytes(make_log(SOURCES | {f"{'n' * length}.py": b"x = 1\n"}))
+    with pytest.raises(SystemExit) as error:
+        extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again")])
+    assert "longer than 200 characters; nothing written" in error.value.code and len(error.value.code) < 300
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_no_half_of_an_extraction(tmp_path, monkeypatch, number):
+    (tmp_path / "log.txt").write_bytes(make_log())
+    (tmp_path / "again").mkdir()
+    for name in ("train_gpt.py", "triton_kernels.py"):
+        (tmp_path / "again" / name).write_bytes(b"mine")
+    before = {path: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+    replace, done = os.replace, []
+
+    def is_ended(source, target):
+        done.append(target)
+        if len(done) == 2:
+            os.kill(os.getpid(), number)
+        replace(source, target)
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(os, "replace", is_ended)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            tool.run(lambda: extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again"), "--force"]), packages=False)
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+    assert exit_.value.code == 128 + number and len(done) >= 2
+    assert {path: path.read_bytes() for path in (tmp_path / "again").iterdir()} == before
+
+
+def test_files_that_are_not_of_the_log_are_named_when_a_folder_is_written_over(tmp_path, capsys):
+    """The script could import them: it would be half of another run."""
+    (tmp_path / "log.txt").write_bytes(make_log())
+    (tmp_path / "again" / "data").mkdir(parents=True)
+    (tmp_path / "again" / "data" / "old.py").write_bytes(b"x = 1\n")
+    extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again"), "--force"])
+    assert "not of this log, but there, and the script may import them: data/old.py\n" in capsys.readouterr().out
+
+
+# -----------------------------------------------------------------------------
+# The packages
+
+
+def test_a_tool_goes_on_in_the_environment_that_has_its_packages(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda python, command: started.append((python, command)))
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "records/compare.py", "a", "b c"])
+    monkeypatch.setattr(sys, "argv", ["records/compare.py", "a", "b c"])
+    monkeypatch.setattr(environment, "ensure", lambda files: asked.extend(files) or sys.executable)
+    monkeypatch.setattr(environment, "PROGRAM", "run.sh")
+    asked = []
+    tool.go_on_with_packages()
+    assert started == [] and asked == [str(ROOT / "records" / "requirements.txt")]
+    monkeypatch.setattr(environment, "ensure", lambda files: "/there/python")
+    tool.go_on_with_packages()
+    assert started == [("/there/python", ["/there/python", "records/compare.py", "a", "b c"])]
+    assert environment.PROGRAM == "compare.py"
+
+
+def test_the_tools_need_no_package_of_training(tmp_path):
+    """compare.py in an interpreter to which torch, numpy's users and the like are not there."""
+    a = write_runs(tmp_path / "a", [80, 81], [3.27, 3.28])
+    code = (
+        "import sys\n"
+        "class No:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('torch', 'triton'): raise ModuleNotFoundError(name)\n"
+        f"sys.meta_path.insert(0, No()); sys.path.insert(0, {str(ROOT / 'records')!r})\n"
+        f"import compare, history, extract, plan, race; compare.main([{a!r}, '--plot', {str(tmp_path / 'x.png')!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_needs_no_package_of_the_tools_and_venv_gets_them(monkeypatch, tmp_path):
+    commands = []
+    lacks = iter([None, ["torch"], []])
+    monkeypatch.setattr(environment, "missing", lambda files: ["torch"])
+    monkeypatch.setattr(
+        environment, "missing_there", lambda python, files: next(lacks) if commands.append(files) is None else 0
+    )
+    monkeypatch.setattr(environment, "run_quietly", lambda command, purpose: commands.append(command))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    wanted = [str(ROOT / "requirements.txt")]
+    environment.ensure(wanted, str(tmp_path))
+    asked = [command for command in commands if command == wanted]
+    assert len(asked) == 3  # what it must have: training's alone
+    install = commands[-2]
+    assert [option for option in install if option.startswith("--requirement=")] == [
+        f"--requirement={ROOT / name}" for name in ("requirements.txt", "records/requirements.txt")
+    ]

@@ -1,0 +1,151 @@
+"""A race alternates two scripts, goes on where it ended, and takes no log that is not its own."""
+
+import fcntl
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("scipy", reason="pip install -r records/requirements.txt")
+pytest.importorskip("rich", reason="pip install -r records/requirements.txt")
+
+from made_logs import ROOT
+
+import race
+import tool
+from runlog import read_log
+
+# What stands for ./run.sh: script, options; a log of that script at once, slower by its seed, and a line in calls.txt.
+TRAINER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from made_logs import ENVIRONMENT, make_log, step_lines
+script, options = Path(sys.argv[1]), dict(option[2:].split("=", 1) for option in sys.argv[2:])
+seed, slow = int(options["seed"]), script.stem == "before"
+calls = Path({calls!r})
+with open(calls, "a") as file:
+    file.write(f"{{script.stem}}{{seed}} {{' '.join(options)}}\\n")
+fails = Path({calls!r} + ".fails")
+lines = step_lines(8, (20 if slow else 10) + seed, 3.27 + seed / 1000)
+if fails.exists():
+    lines = lines[:200]
+text = make_log(script=script.read_bytes(), lines=lines, environment=ENVIRONMENT.replace("seed=0", f"seed={{seed}}"))
+path = Path(options["log_dir"], options["run_id"] + ".txt")
+assert not path.exists()
+path.write_bytes(text)
+sys.exit(7 if fails.exists() else 0)
+"""
+
+
+@pytest.fixture
+def track(tmp_path, monkeypatch):
+    """start(more arguments): a race of before.py and after.py, 3 of each; its folder is logs/."""
+    for name in ("before", "after"):
+        (tmp_path / f"{name}.py").write_text(f"x = '{name}'\n")
+    (tmp_path / "trainer").mkdir()
+    trainer = tmp_path / "trainer" / "run.py"
+    trainer.write_text(TRAINER.format(tests=str(ROOT / "tests" / "records"), calls=str(tmp_path / "calls.txt")))
+    monkeypatch.setattr(race, "RUN", (sys.executable, str(trainer)))
+    scripts = [str(tmp_path / f"{name}.py") for name in ("before", "after")]
+    return lambda *more: race.main([*scripts, "3", f"--logs={tmp_path / 'logs'}", *more])
+
+
+def calls(tmp_path):
+    return [line.split()[0] for line in (tmp_path / "calls.txt").read_text().splitlines()]
+
+
+def test_runs_alternate_and_are_compared_in_pairs(track, tmp_path, capfd):
+    track("--", "--val_every=0")
+    assert calls(tmp_path) == ["before0", "after0", "after1", "before1", "before2", "after2"]
+    assert all(line.endswith(" val_every seed log_dir run_id") for line in (tmp_path / "calls.txt").read_text().splitlines())
+    for name in ("before", "after"):
+        assert sorted(path.name for path in (tmp_path / "logs" / name).iterdir()) == [f"seed{i}.txt" for i in range(3)]
+    out = capfd.readouterr().out
+    assert "race: run 6 of 6: after, seed 2" in out and "after: FASTER by 0.080 s" in out and "in pairs" in out
+    assert "before losses: 3.2700, 3.2710, 3.2720" in out and "| after  |    3 |" in out
+    track("--", "--val_every=0")
+    track("--compare")
+    assert len(calls(tmp_path)) == 6
+
+
+def test_it_goes_on_where_it_ended(track, tmp_path, capfd):
+    track()
+    for name in ("after/seed1.txt", "before/seed2.txt"):
+        (tmp_path / "logs" / name).unlink()
+    (tmp_path / "calls.txt.fails").touch()
+    with pytest.raises(SystemExit, match="after, seed 1: ended with code 7. The same command goes on from there"):
+        track()
+    assert read_log(tmp_path / "logs" / "after" / "seed1.txt").fault
+    (tmp_path / "calls.txt.fails").unlink()
+    track()
+    assert calls(tmp_path)[6:] == ["after1", "after1", "before2"]
+    assert (tmp_path / "logs" / "after" / "seed1.cut1.txt").exists()
+    assert "set aside: " in (out := capfd.readouterr().out) and "seed1.cut1.txt: cut short" in out
+
+
+def test_the_log_of_a_run_that_goes_on_is_left_alone(track, tmp_path):
+    """Of a second race at once, or after a kill -9 of the first one."""
+    (tmp_path / "calls.txt.fails").touch()
+    with pytest.raises(SystemExit, match="ended with code 7"):
+        track()
+    folder = tmp_path / "logs" / "before"
+    with open(folder / "seed0.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="before/seed0.txt: its run is under way in another process: wait for its end"):
+            track()
+    assert sorted(path.name for path in folder.iterdir()) == ["seed0.lock", "seed0.txt"] and calls(tmp_path) == ["before0"]
+    (tmp_path / "calls.txt.fails").unlink()
+    track()
+    assert (folder / "seed0.cut1.txt").exists()
+
+
+@pytest.mark.parametrize("what", ["source", "module", "option", "foreign log", "logs without a race", "broken notes"])
+def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
+    track()
+    more, said = (), "give another --logs"
+    if what == "source":
+        (tmp_path / "after.py").write_text("x = 2\n")
+        said = rf"holds a race of other sources: {tmp_path}/after\.py: put them back"
+    elif what == "module":
+        (tmp_path / "helper.py").write_text("x = 2\n")
+        said = r"holds a race of other sources: .*helper\.py"
+    elif what == "option":
+        more, said = ("--", "--val_every=9"), "holds a race of other options"
+    elif what == "foreign log":
+        (tmp_path / "logs" / "after" / "mine.txt").write_bytes(b"")
+        said = r"mine\.txt: not of this race"
+    elif what == "logs without a race":
+        (tmp_path / "logs" / "race.json").unlink()
+        said = r"seed0\.txt: not of this race"
+    else:
+        (tmp_path / "logs" / "race.json").write_text(json.dumps([1]))
+        said = "not what a race writes"
+    with pytest.raises(SystemExit, match=said):
+        track(*more)
+    assert len(calls(tmp_path)) == 6
+
+
+def test_a_source_that_changes_ends_the_race(track, tmp_path, monkeypatch):
+    real = race.run_to_its_end
+
+    def edits(command):
+        (tmp_path / "after.py").write_text("x = 3\n")
+        return real(command)
+
+    monkeypatch.setattr(race, "run_to_its_end", edits)
+    with pytest.raises(SystemExit, match="a source has changed since the race began"):
+        track()
+    assert calls(tmp_path) == ["before0"]
+
+
+@pytest.mark.parametrize("more", [["--", "--seed=1"], ["--", "--run_id", "x"], ["--target=nan"]])
+def test_options_that_are_the_races_own_are_refused(track, more):
+    with pytest.raises(SystemExit) as error:
+        track(*more)
+    assert error.value.code == 2
+
+
+def test_scripts_of_one_name_have_two_folders(tmp_path):
+    assert race.names_of([tmp_path / "a" / "idea.py", tmp_path / "b" / "idea.py"]) == ["a-idea", "b-idea"]
+    assert tool.ROOT == ROOT and race.RUN[0] == str(ROOT / "run.sh")
