@@ -50,6 +50,7 @@ from runtime.options import check_values, is_plain_name, parse_options, setting
 from runtime.ranks import Ranks, join_ranks
 from runtime.run import Run
 from sample import sample_text
+from tracer import Tracer, steps_of
 from triton_kernels import (
     XTX, XXT, aX_plus_BX, ba_plus_cAA, cache_sized, fp8_head_loss, fused_on_gpu, has_fp8, keep_freed_memory,
     lookup, norm, relu_squared_mlp, residual_add, softcapped_cross_entropy, transpose_add, transpose_copy,
@@ -101,6 +102,7 @@ class Hyperparameters:
     sample_tokens: int = setting(0, "tokens of text to write at the end", least=0)
     save_every: int = setting(0, "steps between checkpoints in log_dir/run_id, untimed; 0: none", least=0)
     keep_checkpoints: int = setting(2, "checkpoints of a run that stay, the newest")
+    trace_steps: str = setting("", "A:B: record the optimizer's times of steps A to B-1, for bench/order.py")
     resume: str = setting("", "checkpoint to go on from, or 'latest': of run_id, or of all runs in log_dir")
 
     @property
@@ -123,6 +125,7 @@ class Hyperparameters:
         """Raise ValueError, with what to do, if these settings cannot run on world_size ranks."""
         check_values(self)
         check_tables()
+        steps_of(self.trace_steps)
         m, unit, longest, vocab = self.micro_batches, self.batch_unit, self.max_tokens, self.vocab_size
         units = [stage.batch for stage in (*STAGES, EXTENSION)]
         sizes = {f"batch_unit={unit} (stage {i})": n * unit for i, n in enumerate(units, 1)}
@@ -291,7 +294,8 @@ class NorMuon(ParamConfig):
             normuon_update(*matrices, lr, decay, momentum, self.beta2, grad_scale)
 
 
-# In the order in which the reductions are launched.
+# In the order in which the reductions are launched. Without Adam, attn's short one goes first, and its update
+# hides most of mlp's; with Adam the links never idle (predicted for 8 H100s: bench/README.md, order.py).
 PARAM_TABLE: dict[str, ParamConfig] = {
     "attn":           NorMuon(stacked=4, pad_front=True),  # no rank has padding of both: see NorMuonAndAdam
     "mlp":            NorMuon(lr_mul=(1.0, 2.0)),  # W_fc, W_proj
@@ -309,7 +313,8 @@ PARAM_TABLE: dict[str, ParamConfig] = {
 }  # fmt: skip
 SCATTER_ORDER = tuple(PARAM_TABLE)
 
-# Small first: big reductions travel meanwhile. While tied, embed copies lm_head; the slow banks come last.
+# Small first: big reductions travel meanwhile. While tied, embed copies lm_head; the slow banks come last and
+# are worked while embeddings are gathered. The model of bench/order.py finds no order that is faster.
 WORK_ORDER = (
     "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas",
     "ve0", "ve1", "ve2", "lm_head", "embed", "attn", "mlp",
@@ -1302,7 +1307,7 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
     Timed is the loop, but for run.paused: data, forward, backward, reductions, updates, gathers, step lines.
     """
     with Run(replace(h), ranks, signals or Signals(), SOURCES) as run:
-        manager = prepare(run)
+        manager, tracer = prepare(run), Tracer(h.trace_steps, ranks)
         opened = functools.partial(micro_batches, h, ranks, training=True, first_step=run.first_step)
         batches = run.ahead(opened, h.micro_batches // ranks.world_size, h.total_iterations - run.first_step)
         run.start_clock()
@@ -1316,10 +1321,12 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
             manager.advance_schedule(step)
             forward_backward(step, manager, batches, run)
             run.agree_on_loss(step)  # an infinity or NaN ends the run here, before it reaches the weights
-            manager.step_optimizers(step)
+            with tracer.traced(step, manager.optimizer):
+                manager.step_optimizers(step)
             run.end_step()
         batches.close()
         run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)
+        tracer.write(run.folder.with_name(f"{run.folder.name}.trace.json"))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -1330,7 +1337,7 @@ def main(argv: list[str] | None = None) -> None:
             train(h, join_ranks(), signals)
     except Stopped as stopped:
         raise SystemExit(stopped.args[1]) from None
-    except (RunError, ValueError) as error:
+    except RunError as error:
         if os.environ.get("RANK", "0") == "0" or not isinstance(error, AgreedError):
             tell(f"error: {error}")
         raise SystemExit(1) from None

@@ -14,11 +14,14 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import attention
 import triton_kernels as tk
 
+_add_exp2 = tk._add_exp2  # a kernel takes the names of its file
 U32 = 2.0**-24  # unit roundoff of fp32: the largest relative error of rounding to nearest
 UNIT = {torch.float32: U32, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SMALLEST = {torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # GPUs may flush fp32 subnormals
@@ -324,6 +327,21 @@ def check_loss(T: int, V: int, K: int, dtype: torch.dtype, values: str, device: 
 # Half a unit in the last place where the device rounds to nearest; the interpreter loses carries, which may halve a number.
 NEAREST = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
 CARRIES_LOST = {torch.float8_e4m3fn: 0.5, torch.float8_e5m2: 0.5}
+
+
+@triton.jit
+def _exp2_of(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, _add_exp2(tl.load(x + at), 1.0) - 1.0)
+
+
+def check_exp2(device: str) -> None:
+    """The polynomial of the sums, within what it is fitted for and eight roundings."""
+    x = torch.linspace(4, 22, 4096, device=device)
+    y = torch.empty_like(x)
+    _exp2_of[(1,)](x, y, SIZE=len(x))
+    exact = torch.exp2(x.double())
+    assert_within(y, exact, (2.6e-6 + 8 * U32) * (exact + 1))
 
 
 def check_loss_in_fp8(device: str, units: dict[torch.dtype, float]) -> None:

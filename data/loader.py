@@ -283,7 +283,7 @@ class FetchedAhead:
     def _fetch(self, count: int) -> None:
         try:
             self.ready.extend(itertools.islice(self.rest, count))
-        except (ValueError, OSError, MemoryError) as error:
+        except (DataError, OSError, MemoryError) as error:
             self.faults.append(f"{error}" or repr(error))
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -1,5 +1,7 @@
 """What a user is told, on a console that may be closed, full or of another encoding, and the errors that end a run."""
 
+import argparse
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -15,6 +17,23 @@ class AgreedError(RunError):
 
 class Stopped(RunError):
     """A signal, obeyed by all ranks: Stopped(message, exit code)."""
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Options in full; one that is unknown is told with the known one that looks most like it."""
+
+    def __init__(self, about: str):
+        super().__init__(allow_abbrev=False, description=about, usage="%(prog)s [--option=value …], listed by --help")
+
+    def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            names = [option.partition("=")[0].replace("-", "_") for option in unknown]
+            known = {name.replace("-", "_"): name for name in self._option_string_actions}
+            near = [known[match[0]] for name in names if (match := difflib.get_close_matches(name, known, 1))]
+            hint = f" (did you mean {' and '.join(dict.fromkeys(near))}?)" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found
 
 
 def guard_console() -> None:
@@ -43,8 +62,13 @@ def encoded(text: str) -> bytes:
 
 
 def tell(message: str) -> None:
-    """A line on stderr, led by the program's name."""
-    console(f"{Path(sys.argv[0]).name}: {message}", "stderr")
+    """A message on stderr, led by the program's name; names of files in it cannot move the cursor."""
+    console(printable(f"{Path(sys.argv[0]).name}: {message}"), "stderr")
+
+
+def printable(text: str) -> str:
+    """Control characters but line breaks and tabs as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def leave(message: str, code: int) -> None:

@@ -1,6 +1,7 @@
 """Print the interpreter that has the packages of the given requirements files: the active one, or that of .venv.
 
-    python3 launch/environment.py requirements.txt [records/requirements.txt …]        # what run.sh and test.sh do first
+    python3 launch/environment.py requirements.txt [records/requirements.txt …]        # what test.sh does first
+    python3 launch/environment.py requirements.txt --then PROGRAM [ARGUMENT …]         # and run.sh: goes on as that program
 
 .venv is made if need be, and filled. What happens is told on stderr, with its seconds; pip is heard only if it fails. A line
 of the files says what .venv gets, and the oldest version that serves an active environment:
@@ -15,8 +16,14 @@ import sys
 if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if path != __file__.rpartition("/")[0]]  # a copy.py beside it is not the library's
 
-import importlib.util
 import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while it imports
+
+import contextlib
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -103,7 +110,34 @@ def ensure(files, root=ROOT):
     lacks = missing(files)
     if not lacks:
         return sys.executable
-    folder, begun = os.path.join(root, ".venv"), time.time()
+    with alone(root):
+        return fill(os.path.join(root, ".venv"), files, lacks)
+
+
+@contextlib.contextmanager
+def alone(root):
+    """Waits for another process that makes or fills .venv; a file system without locks keeps none away."""
+    try:
+        import fcntl
+
+        file = open(os.path.join(root, ".venv.lock"), "ab")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("waiting for another process, which makes or fills .venv")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def fill(folder, files, lacks):
+    """The interpreter of the environment in folder, which has what the files ask for. lacks: what the active one does not."""
+    begun = time.time()
     python = os.path.join(folder, "bin", "python")
     there = missing_there(python, files)
     if there == []:
@@ -129,8 +163,17 @@ def ensure(files, root=ROOT):
 
 def main(argv):
     try:
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # which ends a command that is running too
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
         if argv[:1] == ["--missing"]:
             sys.stdout.write("".join(lack + "\n" for lack in missing(argv[1:])))
+        elif "--then" in argv:
+            end = argv.index("--then")
+            python = ensure(argv[:end])
+            os.execv(python, [python] + argv[end + 1 :])
         else:
             print(ensure(argv))
     except KeyboardInterrupt:

@@ -28,9 +28,10 @@ class Signals:
 
     def __init__(self):
         self.received, self.agreed = 0, 0  # a signal's number, one of STOPS; 0: none
-        self.in_training, self.has_peers, self.launched = False, False, LAUNCHER in os.environ
-        launched = os.environ.get(LAUNCHER) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
-        self.launcher = int(launched) or None  # the id of the process without which this one ends
+        self.in_training, self.has_peers, parent = False, False, os.getppid()
+        self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
+        launched = self.launched or "TORCHELASTIC_RUN_ID" in os.environ
+        self.launcher = parent if launched else None  # the id of the process without which this one ends
 
     def __enter__(self) -> Self:
         guard_console()  # before the pipe takes the numbers

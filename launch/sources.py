@@ -37,6 +37,16 @@ class Sources:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
 
 
+def holds_run(log: Path) -> bool:
+    """Is there something at log, but for the header of a run that ended before its first line?"""
+    if not log.is_file():
+        return os.path.lexists(log)
+    end = b"\n" + b"=" * 100 + b"\n"
+    with open(log, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(end)))
+        return file.read() != end
+
+
 def python_files(root: Path) -> list[Path]:
     """All *.py below root, but for hidden folders and environments."""
     found = []

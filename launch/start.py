@@ -10,33 +10,38 @@ that are not given are the project's. More than one machine: torchrun, docs/rank
 
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path.pop(0)  # this folder: a copy.py in it is not the library's
+
+import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while it imports: main() handles it
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.util
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", "data/local": "data/local_text.py"}  # of the presets' data
-IMPORTED = {"attention", "data", "launch", "numpy", "runtime", "sample", "torch", "triton", "triton_kernels"}  # by every script
+IMPORTED = {"attention", "data", "launch", "numpy", "runtime", "sample", "torch", "tracer", "triton", "triton_kernels"}  # by every script
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, runtime/ranks.py
-# Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to the
-# demo's peaks of 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13, two cores.
+# Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
+# the demo's peaks of 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13, two cores.
 RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
 WHEELS = "https://download.pytorch.org/whl"  # PyTorch's own index; its FlashAttention 3 is flash-attn-3, imported by this name:
 FLASH_ATTENTION = "flash_attn_interface"
@@ -46,11 +51,18 @@ class LaunchError(Exception):
     """A start that cannot be: LaunchError(message, exit code)."""
 
 
+class Interrupted(BaseException):
+    """A signal before the ranks start: Interrupted(number)."""
+
+
 def main(argv: list[str] | None = None) -> None:
     """Raises SystemExit, with the run's code, after at most one message of its own."""
     name, *given = sys.argv if argv is None else ["start.py", *argv]
-    code = 130
     try:
+        for number in heeded_signals():
+            signal.signal(number, interrupt)
+        if not standing():
+            raise LaunchError("the current folder is gone: change into one that is there", 1)
         path, options = find_script(given)
         name = path.name
         if {"--help", "-h"} & {*options}:
@@ -65,17 +77,48 @@ def main(argv: list[str] | None = None) -> None:
         tell(name, f"error: {message}")
     except (ValueError, OSError) as error:
         code = 1
-        tell(name, f"error: {error}")
+        if is_message(error):
+            tell(name, f"error: {error}")
+        else:
+            console(traceback.format_exc().rstrip(), "stderr")
     except subprocess.CalledProcessError as error:  # the tool that makes the data has said why
         code = error.returncode
-    except KeyboardInterrupt:
-        tell(name, "SIGINT: ended before its ranks started")
+    except Interrupted as interrupted:
+        (number,) = interrupted.args
+        code = 128 + number
+        tell(name, f"{signal.Signals(number).name}: ended before its ranks started")
     raise SystemExit(code)
 
 
+def standing() -> bool:
+    """Is the current folder still there?"""
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
+
+
+def heeded_signals() -> list[int]:
+    """Those that are not ignored, as in the background of a shell, or after nohup."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def interrupt(number: int, _: Any) -> None:
+    raise Interrupted(number)
+
+
+def is_message(error: Exception) -> bool:
+    """Was it raised to be read? A ValueError of Python or of a library, as for a wrong shape, is a bug, which has a place."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(frame.filename)
+    library = "site-packages" in path.parts or path.is_relative_to(Path(os.__file__).parent)
+    return isinstance(error, OSError) or not library and (frame.line or "").startswith("raise ")
+
+
 def tell(name: str, message: str) -> None:
-    """A line on stderr, led by the script's name."""
-    console(f"{Path(name).name}: {message}", "stderr")
+    """A message on stderr, led by the script's name, without control characters, as those of a file's name."""
+    said = f"{Path(name).name}: {message}"
+    console("".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in said), "stderr")
 
 
 def show(message: str, since: float) -> None:
@@ -113,8 +156,8 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
 def ranks_asked() -> int | None:
     """RANKS of the environment. Raises LaunchError for what is no number of ranks."""
     text = os.environ.get("RANKS", "")
-    if text and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise LaunchError(f"RANKS={text}: must be a whole number from 1 on", 2)
+    if text and not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
+        raise LaunchError(f"RANKS={text[:20]}: must be a whole number from 1 on", 2)
     return int(text) if text else None
 
 
@@ -227,19 +270,47 @@ def bring_flash_attention() -> None:
     index = os.environ.get("FLASH_ATTENTION_INDEX", f"{WHEELS}/cu{(torch.version.cuda or '').replace('.', '')}")
     ranks_path = os.pathsep.join(filter(None, [f"{folder}", os.environ.get("PYTHONPATH")]))
     import_it = [sys.executable, "-c", f"import {FLASH_ATTENTION}"]
-    fault = ""
-    if not folder.exists():
-        console(f"FlashAttention 3: looking in {index}")
-        options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--only-binary=:all:", "--retries=0"]
-        install = [sys.executable, "-m", "pip", "install", *options, "--timeout=10", f"--index-url={index}", f"--target={folder}"]
-        fault = failure([*install, "flash-attn-3"])
-    fault = fault or failure(import_it, PYTHONPATH=ranks_path)
+    try:
+        with alone(folder.parent):
+            fault = "" if folder.exists() else install_flash_attention(index, folder)
+            fault = fault or failure(import_it, PYTHONPATH=ranks_path)
+            if fault:
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        fault = f"{error}"
     if fault:
-        shutil.rmtree(folder, ignore_errors=True)
         show(f"no FlashAttention 3, steps take some 6 % longer by calculation, attention is FlashAttention 2: {fault}", begun)
     else:
         os.environ["PYTHONPATH"] = ranks_path
         show("FlashAttention 3: ready", begun)
+
+
+def install_flash_attention(index: str, folder: Path) -> str:
+    """Why it cannot be had; nothing once it is in `folder`, whole: made beside it, and renamed."""
+    console(f"FlashAttention 3: looking in {index}")
+    making = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(making, ignore_errors=True)  # of a start that was killed
+    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--only-binary=:all:", "--retries=0"]
+    install = [sys.executable, "-m", "pip", "install", *options, "--timeout=10", f"--index-url={index}", f"--target={making}"]
+    if fault := failure([*install, "flash-attn-3"]):
+        shutil.rmtree(making, ignore_errors=True)
+    else:
+        making.rename(folder)
+    return fault
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Makes `folder`, and waits for another start that is in this block; a file system without locks keeps none away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "ab") as file:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                console("FlashAttention 3: waiting for another start, which fetches it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def failure(command: list[str], **environment: str) -> str:
@@ -283,9 +354,8 @@ class Ranks:
 
     def __init__(self, count: int, command: list[str], name: str):
         self.name, self.received = name, []
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a shell, or after nohup
-                signal.signal(number, self._receive)
+        for number in heeded_signals():
+            signal.signal(number, self._receive)
         self.store, port = loopback_store()
         self.processes: list[subprocess.Popen] = []
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it until they handle signals:

@@ -24,8 +24,9 @@ class ExtractError(Exception):
 def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
     """Write the log's sources into `folder`, made if need be; the paths, the script's first.
 
-    On error everything is as it was. Raises ExtractError if the log has no whole sources, if a file's path leaves the folder,
-    or if a file exists and not `force`; OSError if the folder cannot be written to.
+    On error everything is as it was. An old script goes first and the new one comes last: a process that is killed midway
+    leaves none, and no mixture of two runs that starts. Raises ExtractError if the log has no whole sources, if a file's path
+    leaves the folder, or if a file exists and not `force`; OSError if the folder cannot be written to.
     """
     log = read_log(log_path)
     if not log.sources:
@@ -40,7 +41,12 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
         new, old = ([Path(staging, f"{age}{i}") for i in range(len(paths))] for age in ("new", "old"))
         for path, source in zip(new, log.sources.values(), strict=True):
             path.write_bytes(source)
-        for i, path in enumerate(paths):
+        if os.path.lexists(paths[0]):
+            shutil.copy2(paths[0], old[0], follow_symlinks=False)
+            undo.callback(os.replace, old[0], paths[0])
+            paths[0].unlink()
+        for i in (*range(1, len(paths)), 0):
+            path = paths[i]
             for parent in reversed(path.parents):
                 if not parent.is_dir():
                     parent.mkdir()

@@ -314,7 +314,7 @@ def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
         if options.check and stale:
             raise InputError(f"out of date: {', '.join(map(str, stale))}; run: python records/history.py")
         for path, text in stale.items():
-            path.write_text(text, encoding="utf-8")
+            tool.write(path, text)
             print(f"wrote {path}")
     except BrokenPipeError:  # for tool.run
         raise

@@ -117,7 +117,8 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> l
     check(folder, names, now)
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
-    (folder / "race.json").write_text(json.dumps(now, indent=1), encoding="utf-8")
+    if not (folder / "race.json").exists():
+        tool.write(folder / "race.json", json.dumps(now, indent=1))
     for i, (which, seed) in enumerate(order(count), 1):
         log = folder / names[which] / f"seed{seed}.txt"
         if log.exists():

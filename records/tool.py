@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
 
 
 def clean(text: object, one_line: bool = False) -> str:
@@ -38,6 +39,14 @@ def finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError
     return value
+
+
+def write(path: Path, text: str) -> None:
+    """The old file or the new one, whole, whenever this process ends. Raises OSError."""
+    from data.shards import whole_file  # numpy, which not every tool needs
+
+    with whole_file(path) as file:
+        file.write(text.encode())
 
 
 def run(main: Callable[[], None], packages: bool = True) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from data.shards import whole_file
 from launch.console import console, encoded
 from launch.signals import STOPS
+from launch.sources import holds_run
 from runtime.ranks import Ranks
 
 RULE, BANNER = "=" * 100, "-" * 40
@@ -52,7 +53,7 @@ class Log:
             if not (parts := same_run(path, resumed)):
                 raise ValueError(f"{path} is not the log of the checkpoint's run: move it, or give another --run_id")
             self.header, self.lines = "\n".join([parts[0], RULE, parts[1], header, RULE]), [resumed["lines"]]
-        elif path.exists():
+        elif holds_run(path):
             raise ValueError(f"{path} is another run's log: move it, or give another --run_id or --log_dir")
         try:
             self._write_all()

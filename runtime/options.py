@@ -6,8 +6,10 @@ import math
 import re
 from typing import Any, get_type_hints
 
+from launch.console import OptionParser
+
 # Settings that say what is written, and where: they do not make another run.
-OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "sample_tokens", "save_every", "keep_checkpoints", "resume"})
+OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "sample_tokens", "save_every", "keep_checkpoints", "resume", "trace_steps"})
 MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # shards may move: their tokens are compared
 MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one experiment, whose mean is taken
 
@@ -43,9 +45,7 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
     import torch  # not above: the tools in records/ need none
 
     preset = preset or [*presets][0 if torch.cuda.is_available() else -1]
-    about = f"Train by the speedrun's recipe. The preset here is {preset!r}; options override its settings."
-    usage = "%(prog)s [--option=value …], listed by --help"
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=about, usage=usage)
+    parser = OptionParser(f"Train by the speedrun's recipe. The preset here is {preset!r}; options override its settings.")
     parser.add_argument("--preset", choices=presets, default=preset, help="sizes and schedule to start from")
     for field in dataclasses.fields(settings):
         others = "".join(f"; {name}: {changes[field.name]}" for name, changes in presets.items() if field.name in changes)

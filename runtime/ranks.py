@@ -107,7 +107,7 @@ def join_ranks() -> Ranks:
 
 def environment_number(name: str, default: int, least: int = 0) -> int:
     """A number of torchrun's environment. Raises RunError if it is none, or too small."""
-    text = os.environ.get(name, f"{default}")
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
+    text = os.environ.get(name, f"{default}")[:20]  # Python reads no number of thousands of digits
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
         raise RunError(f"{name}={text!r} in the environment: must be a number from {least} on: start with torchrun or unset it")
     return int(text)

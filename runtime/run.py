@@ -23,7 +23,7 @@ from data.shards import lock_run
 from launch.console import RunError, Stopped, tell
 from launch.machine import machine_facts, peak_memory
 from launch.signals import FAULT, Signals
-from launch.sources import Sources
+from launch.sources import Sources, holds_run
 from runtime import checkpoints
 from runtime.log import Clock, Log, StepReport, log_header, step_line
 from runtime.ranks import Ranks
@@ -88,8 +88,8 @@ class Run:
             self.resumed = None  # as large as the model with its optimizer
 
     def start_clock(self) -> None:
-        """From here on time counts, and a signal waits for the end of its step. Garbage is collected before, what is left never
-        again: after compiling, one full collection takes most of a second, and all ranks wait for the slowest."""
+        """From here on time counts, and a signal waits for the end of its step. Garbage is collected before, the rest is never
+        looked at again: after compiling, one full collection takes most of a second, and all ranks wait for the slowest."""
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)  # what ends with the process has not leaked
@@ -212,7 +212,7 @@ class Run:
         raise Stopped(message, 128 + agreed)
 
     def finish(self, sample: Callable[[], str] | None = None) -> None:
-        """A sample of the model's text, if any, and the log's last line. Raises AgreedError if that or a checkpoint lacks."""
+        """A sample of text, if any, and the log's last line. Raises AgreedError if that or its checkpoint is missing."""
         self.signals.in_training = False
         if sample and self.ranks.first:
             try:
@@ -247,7 +247,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
         checkpoints.check_fits(path, saved, dataclasses.asdict(settings), data.shards)
         checkpoints.check_usable(path, saved, manager, s.total_iterations)
         run_id = run_id or saved["run_id"]
-    elif run_id and (log := Path(s.log_dir, f"{run_id}.txt")).exists():
+    elif run_id and holds_run(log := Path(s.log_dir, f"{run_id}.txt")):
         raise ValueError(f"{log} is another run's log: move it, or give another --run_id or --log_dir")
     folder, layout = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0)
     checkpoints.check_room(folder, layout if s.save_every else {}, s.keep_checkpoints, s.total_iterations)

@@ -1,4 +1,4 @@
-"""FlashAttention 3 comes with a start on Hopper GPUs, from an index of wheels, or a line tells what its lack costs: no error.
+"""FlashAttention 3 comes with a start on Hopper GPUs, from an index of wheels, or a line says what its lack costs: no error.
 
 No GPU and no such index is here: capabilities are made up, the index and its wheels are the test's own, pip is the real one.
 """
@@ -83,11 +83,45 @@ def test_without_a_wheel_that_works_one_line_says_what_that_costs(hopper, capsys
     start.bring_flash_attention()
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("no FlashAttention 3, steps take some 6 % longer") and fault in lines[1] and len(lines) == 2
-    assert os.environ["PYTHONPATH"] == "before" and not any((start.ROOT / ".flash_attention").glob("*"))
+    assert os.environ["PYTHONPATH"] == "before" and [*(start.ROOT / ".flash_attention").iterdir()] == [lock()]
+
+
+def lock() -> Path:
+    return start.ROOT / ".flash_attention" / "lock"
+
+
+def test_two_starts_at_once_fetch_it_once(hopper, capsys, monkeypatch):
+    """The second begins while the first fetches, and waits; one that was killed there has left a part of it."""
+    wheel(hopper, "WHICH = 3")
+    place = start.ROOT / ".flash_attention" / "{}.{}-{}".format(*sys.version_info[:2], torch.__version__)
+    place.with_name(f"{place.name}.tmp").mkdir(parents=True)
+    fetch, fetched, waiting = start.install_flash_attention, [], threading.Event()
+
+    def fetch_slowly(*given):
+        fetched.append(given)
+        assert waiting.wait(60)
+        return fetch(*given)
+
+    monkeypatch.setattr(start, "install_flash_attention", fetch_slowly)
+    monkeypatch.setattr(start, "console", lambda text, *_: (print(text), "waiting" in text and waiting.set()))
+    starts = [threading.Thread(target=start.bring_flash_attention) for _ in range(2)]
+    for thread in starts:
+        thread.start()
+    for thread in starts:
+        thread.join(100)
+    said = capsys.readouterr().out
+    assert len(fetched) == 1 and said.count("waiting for another start") == 1 and said.count("3: ready (") == 2
+    assert {*place.parent.iterdir()} == {place, lock()} and (place / "flash_attn_interface.py").exists()
 
 
 def test_an_index_that_cannot_be_reached_is_no_error(hopper, capsys, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_INDEX", "http://127.0.0.1:9")
+    start.bring_flash_attention()
+    assert "no FlashAttention 3, steps take" in capsys.readouterr().out
+
+
+def test_nor_is_a_folder_that_cannot_be_made(hopper, capsys):
+    lock().parent.write_text("")
     start.bring_flash_attention()
     assert "no FlashAttention 3, steps take" in capsys.readouterr().out
 

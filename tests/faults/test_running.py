@@ -25,12 +25,12 @@ from common import (
     SCRIPT, ends_with, exit_code, forked, lines_of, options, text_of, tiny_settings, torchrun, unequal, wait_until,
 )  # fmt: skip
 from data import loader
-from data.shards import DataError, read_shard, write_shard
+from data.loader import FetchedAhead
+from data.shards import DataError, lock_run, read_shard, write_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Log
-from data.shards import lock_run
 from launch.console import AgreedError
-from launch.signals import FAULT, Signals
+from launch.signals import FAULT, LAUNCHER, Signals
 from runtime.ranks import Ranks
 from runtime.run import Run
 from train_gpt import TrainingManager, main
@@ -121,6 +121,18 @@ def test_names_that_are_no_text_do_not_end_a_run(shards, tmp_path, no_warm_up):
 
 # -----------------------------------------------------------------------------
 # The launcher
+
+
+@pytest.mark.parametrize("other", ["1", "", "no number", "99999999999999999999"])
+def test_the_id_of_another_launcher_in_the_environment_means_nothing(monkeypatch, other):
+    """As in a shell that a rank has opened."""
+    monkeypatch.setenv(LAUNCHER, other)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with Signals() as signals:
+        assert (signals.launched, signals.launcher) == (False, None)
+    monkeypatch.setenv(LAUNCHER, f"{os.getppid()}")
+    with Signals() as signals:
+        assert (signals.launched, signals.launcher) == (True, os.getppid())
 
 
 @pytest.mark.parametrize("launched", [True, False])
@@ -401,6 +413,31 @@ def test_a_micro_batch_that_fails_is_known_before_the_report_of_the_step_before(
         assert (run.signals.agreed == FAULT) == (whole == 0)
 
 
+@pytest.mark.parametrize("bug", [ValueError("too many values to unpack"), FileNotFoundError(2, "No such file", "table.txt")])
+@pytest.mark.parametrize("place", ["forward_backward", "to_device"])
+def test_a_bug_in_the_loop_keeps_its_traceback(shards, tmp_path, monkeypatch, place, bug, no_warm_up):
+    """Whatever its kind is a message of elsewhere: in training or in validation."""
+
+    def broken(*_):
+        raise bug
+
+    monkeypatch.setattr(train_gpt, place, broken)
+    with pytest.raises(type(bug)) as caught:
+        main(options(shards, tmp_path))
+    assert caught.value is bug and caught.traceback[-1].name == "broken"
+
+
+def test_a_bug_in_a_loader_is_no_fault_of_the_data():
+    def batches() -> Iterator[int]:
+        yield 0
+        int("one")
+
+    faults: list[str] = []
+    with pytest.raises(ValueError, match="invalid literal"):
+        [*FetchedAhead(batches, 1, 3, faults)]
+    assert faults == []
+
+
 def test_a_sample_that_fails_ends_no_finished_run(shards, tmp_path, monkeypatch, no_warm_up):
     data = shutil.copytree(shards, tmp_path / "data")
     validate = train_gpt.validate
@@ -419,6 +456,33 @@ def test_a_sample_that_fails_ends_no_finished_run(shards, tmp_path, monkeypatch,
 
 # -----------------------------------------------------------------------------
 # The log
+
+
+@pytest.mark.parametrize("moment", ["warm_up", "validate"])
+def test_a_run_that_ended_before_its_first_line_keeps_no_name(shards, tmp_path, monkeypatch, capsys, moment, no_warm_up):
+    """In its warm-up, or in its first validation; one that has a line does."""
+
+    def broken(*_):
+        raise KeyError("a bug")
+
+    log = tmp_path / "logs" / "run.txt"
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="a bug"):
+        patch.setattr(train_gpt, moment, broken)
+        main(options(shards, tmp_path))
+    assert lines_of(log) == ""
+    main(options(shards, tmp_path))
+    assert is_whole(log)
+    ends_with(capsys, options(shards, tmp_path), "run.txt is another run's log: move it, or give another --run_id", 1)
+    assert is_whole(log)
+
+
+@pytest.mark.parametrize("odd", ["FIFO", "folder", "dangling link", "text", "empty"])
+def test_what_is_no_log_keeps_its_name(tmp_path, odd):
+    path = tmp_path / "run.txt"
+    make = {"FIFO": os.mkfifo, "folder": Path.mkdir, "dangling link": lambda path: path.symlink_to("nowhere")}
+    make.get(odd, lambda path: path.write_text(odd * (odd == "text")))(path)
+    with pytest.raises(ValueError, match="is another run's log: move it"):
+        Log(ONE, path, "header")
 
 
 def replaced(path: Path) -> None:

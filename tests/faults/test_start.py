@@ -2,21 +2,24 @@
 
 import errno
 import io
+import itertools
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import train_gpt
-from common import ROOT, SCRIPT, options, text_of, wait_until
+from common import ROOT, SCRIPT, exit_code, forked, options, text_of, wait_until
 from launch import environment
 from launch import start as launcher
 from launch.start import Ranks
@@ -27,6 +30,14 @@ PYTHON = sys.executable
 
 # -----------------------------------------------------------------------------
 # One process, before the ranks
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in launcher.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -54,6 +65,8 @@ def start(monkeypatch, capfd):
 MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "no data": ("--data=/nowhere", {}, r"no shard matches /nowhere/\*_val_\*.bin: make some with data/local_text.py", 1),
     "unknown option": ("--learning_rate=1", {}, "unrecognized arguments: --learning_rate=1", 2),
+    "nearly an option": ("--val_evry=2 -seed=1", {},
+                         r"unrecognized arguments: --val_evry=2 -seed=1 \(did you mean --val_every and --seed\?\)$", 2),
     "wrong type": ("--seed=first", {}, "argument --seed: invalid int value: 'first'", 2),
     "no value": ("--seed", {}, "argument --seed: expected one argument", 2),
     "unknown preset": ("--preset=laptop", {}, "argument --preset: invalid choice: 'laptop'", 2),
@@ -65,11 +78,13 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "no such model": ("--num_heads=3", {}, "num_heads=3: must be even", 1),
     "no checkpoint": ("--resume=/nowhere.pt", {}, "/nowhere.pt: cannot be read: No such file", 1),
     "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: name a file, or train without --resume", 1),
+    "escape sequences": ("--resume=x\x1b[2J", {}, r"x\\x1b\[2J: cannot be read: No such file", 1),
     "no folder for the log": ("--log_dir=/dev/null", {}, "/dev/null", 1),
     "no ranks": ("", {"RANKS": "0"}, "RANKS=0: must be a whole number from 1 on", 2),
     "fewer than no ranks": ("", {"RANKS": "-1"}, "RANKS=-1: must be a whole number from 1 on", 2),
     "ranks by name": ("", {"RANKS": "abc"}, "RANKS=abc: must be a whole number from 1 on", 2),
     "half a rank": ("", {"RANKS": "1.5"}, "RANKS=1.5: must be a whole number from 1 on", 2),
+    "more digits than Python reads": ("", {"RANKS": "9" * 5000}, "RANKS=9{20}: must be a whole number from 1 on", 2),
     "more ranks than work": ("", {"RANKS": "1000"}, "--micro_batches=2 cannot be shared by 1000 ranks: use a multiple", 1),
     "ranks that share nothing evenly": (
         "--batch_unit=48 --val_batch_tokens=384 --val_tokens=384 --micro_batches=3", {"RANKS": "3"},
@@ -91,10 +106,10 @@ def test_a_mistake_is_one_message_before_any_rank_starts(start, shards, tmp_path
 
 def test_more_ranks_than_memory_holds_are_refused(start, shards, tmp_path, monkeypatch):
     monkeypatch.setenv("RANKS", "2")
-    monkeypatch.setattr(launcher, "free_memory", lambda: 600 << 20)
+    monkeypatch.setattr(launcher, "free_memory", lambda: 900 << 20)  # room for one
     code, lines, started = start(*options(shards, tmp_path))
     assert (code, started) == (1, ())
-    assert re.search(r"error: 2 ranks need about 1.\d GiB of memory, 0.6 GiB are free: start fewer, as RANKS=1$", lines[-1])
+    assert re.search(r"error: 2 ranks need about 1.\d GiB of memory, 0.9 GiB are free: start fewer, as RANKS=1$", lines[-1])
     monkeypatch.setattr(launcher, "free_memory", lambda: 8 << 30)
     assert start(*options(shards, tmp_path))[2]
 
@@ -178,6 +193,40 @@ def test_a_console_that_cannot_be_written_keeps_no_rank_from_starting(start, sha
 # Scripts and paths
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_tool_that_makes_the_data(shards, tmp_path, monkeypatch, number):
+    tool, here = tmp_path / "tool.py", tmp_path / "here"
+    tool.write_text(f"import os, time\nopen({f'{here}.tmp'!r}, 'w').write(str(os.getpid()))\n"
+                    f"os.rename({f'{here}.tmp'!r}, {f'{here}'!r})\ntime.sleep(600)")  # fmt: skip
+    monkeypatch.setattr(launcher, "MAKERS", {f"{shards}": f"{tool}"})
+    monkeypatch.setitem(train_gpt.PRESETS, "demo", {**train_gpt.DEMO, "data": f"{shards}"})
+    monkeypatch.setattr(launcher, "load", lambda _: train_gpt)
+
+    def begin() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
+        launcher.main([f"--log_dir={tmp_path / 'logs'}", *TINY])
+
+    child = forked(begin, tmp_path / "output")
+    wait_until(here.exists)
+    os.kill(child, number)
+    assert exit_code(child) == 128 + number
+    assert not Path("/proc", here.read_text()).exists()
+    assert text_of(tmp_path / "output").splitlines()[-1].endswith(f".py: {number.name}: ended before its ranks started")
+
+
+@pytest.mark.parametrize("safe", ["", "1"], ids=["", "PYTHONSAFEPATH"])
+@pytest.mark.parametrize("program", ["start.py", "environment.py"])
+def test_ctrl_c_while_it_imports_is_quiet(tmp_path, program, safe):
+    """Here it meets a module of Python's own that never comes, as PYTHONPATH goes before them."""
+    (tmp_path / "shutil.py").write_text(f"import time\nopen({f'{tmp_path}/here'!r}, 'w')\ntime.sleep(600)")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}", "PYTHONSAFEPATH": safe}
+    command = [PYTHON, f"{ROOT}/launch/{program}", f"{ROOT}/requirements.txt"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_until((tmp_path / "here").exists)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == (b"", None) and process.returncode == 130
+
+
 @pytest.mark.parametrize("name", ["copy.py", "queue.py", "sample.py", "torch.py"])
 def test_a_script_that_hides_a_module_is_refused(start, shards, tmp_path, name):
     shutil.copy(SCRIPT, tmp_path / name)
@@ -230,6 +279,18 @@ def test_so_does_one_whose_kind_is_a_message_elsewhere(monkeypatch, tmp_path):
         launcher.load(tmp_path / "idea.py")
 
 
+@pytest.mark.parametrize("bug", ["one, two = 1, 2, 3", "torch.zeros(2).new_tensor([[1], [2, 3]])", "float('two')"])
+def test_so_does_one_that_the_check_meets(start, shards, tmp_path, bug):
+    """Though the project's own ValueErrors, and those that an idea raises to be read, are messages."""
+    script = tmp_path / "warm.py"
+    script.write_text(f"{IDEA}\nimport torch\ndef build(h, ranks):\n    {bug}\n")
+    code, lines, started = start(script, *options(shards, tmp_path))
+    assert (code, started) == (1, ()) and lines[1] == "Traceback (most recent call last):"
+    assert f'  File "{script}", line 13, in build' in lines and lines[-1].startswith("ValueError: ")
+    script.write_text(f"{IDEA}\ndef build(h, ranks):\n    raise ValueError('too warm')\n")
+    assert start(script, *options(shards, tmp_path))[1][1:] == ["warm.py: error: too warm"]
+
+
 def test_a_script_without_settings_is_started_unchecked(start, tmp_path):
     script = tmp_path / "other.py"
     script.write_text("x = 1\n")
@@ -263,6 +324,16 @@ def run_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "PYTHONPATH": "", **variables}
     return subprocess.run(["bash", *arguments], env=variables, capture_output=True, text=True, timeout=100, cwd="/tmp")
+
+
+@pytest.mark.parametrize("command", ["bash {root}/run.sh", "{python} {root}/launch/start.py"])
+def test_a_folder_that_is_gone_is_told(tmp_path, command):
+    (tmp_path / "gone").mkdir()
+    line = f"cd {tmp_path}/gone; rmdir ../gone; exec {command.format(root=ROOT, python=PYTHON)} --seed=1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("shell-init: ")]  # bash's own
+    name = command.rpartition("/")[2]
+    assert done.returncode == 1 and said == [f"{name}: error: the current folder is gone: change into one that is there"]
 
 
 def test_run_sh_finds_its_project_through_links_and_whatever_cdpath_says(shards, tmp_path):
@@ -346,7 +417,7 @@ def made(tmp_path, monkeypatch):
             python.parent.mkdir(parents=True, exist_ok=True)
             python.symlink_to(PYTHON)
 
-    answers = iter([["no_such_package"], []])  # of the .venv that is made, and once it is filled
+    answers = itertools.chain([["no_such_package"]], itertools.repeat([]))  # of the .venv that is made, and once it is filled
     real = environment.missing_there
     exists = lambda python, files: next(answers) if real(python, files) is not None else None
     monkeypatch.setattr(environment, "run_quietly", run_quietly)
@@ -369,6 +440,40 @@ def test_an_environment_that_does_not_run_is_made_again(made, before, capsys):
     assert re.fullmatch(r".venv is ready \(\d+ s\)", told[2])
 
 
+def test_two_first_starts_make_one_environment(made, monkeypatch):
+    """The second begins while the first makes it, and waits."""
+    (ensure, commands, venv), make, waiting, found = made, environment.run_quietly, threading.Event(), []
+    monkeypatch.setattr(environment, "run_quietly", lambda *given: (waiting.wait(60), make(*given)))
+    monkeypatch.setattr(environment, "tell", lambda message: "waiting" in message and waiting.set())
+    starts = [threading.Thread(target=lambda: found.append(ensure())) for _ in range(2)]
+    for thread in starts:
+        thread.start()
+    for thread in starts:
+        thread.join(100)
+    assert found == [f"{venv / 'bin' / 'python'}"] * 2 and waiting.is_set()
+    assert commands == [["-m", "venv", "--clear"], ["-m", "pip", "install"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_run_sh_ends_what_makes_the_environment(tmp_path, number):
+    project, here = tmp_path / "project", tmp_path / "here"
+    (project / "launch").mkdir(parents=True)
+    (project / ".venv" / "bin").mkdir(parents=True)
+    for name in ("run.sh", "launch/environment.py"):
+        shutil.copy(ROOT / name, project / name)
+    (project / "requirements.txt").write_text("no_such_package==1.0  # from 1.0\n")
+    python = project / ".venv" / "bin" / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {here}.tmp; mv {here}.tmp {here}; exec sleep 600\n")
+    python.chmod(0o755)
+    path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
+    heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
+    started = subprocess.Popen(["bash", project / "run.sh"], env={**os.environ, "PATH": path}, preexec_fn=heard)
+    wait_until(here.exists)
+    started.send_signal(number)
+    assert started.wait(60) == 128 + number
+    wait_until(lambda: not Path("/proc", here.read_text().strip()).exists())
+
+
 def test_pip_is_heard_only_if_it_fails(capfd):
     environment.run_quietly([PYTHON, "-c", "print('WARNING: running as root')"], "installing")
     assert capfd.readouterr() == ("", "")
@@ -384,7 +489,6 @@ def test_pip_is_heard_only_if_it_fails(capfd):
 @pytest.fixture
 def ranks(monkeypatch, capfd):
     """ranks(source, count): exit code and stderr of so many processes that run this source; `rank` is theirs."""
-    before = {number: signal.getsignal(number) for number in launcher.SIGNALS}
 
     def run(source: str, count: int = 2) -> tuple[int, str]:
         program = f"import os, signal, sys, time\nsys.path.insert(0, {f'{ROOT}'!r})\nrank = int(os.environ['RANK'])\n{source}"
@@ -393,9 +497,7 @@ def ranks(monkeypatch, capfd):
 
     monkeypatch.setattr(launcher, "loopback_store", lambda: (None, 1))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
-    yield run
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    return run
 
 
 ENDS = {  # what two ranks do, the exit code, and all that is said
@@ -414,6 +516,13 @@ ENDS = {  # what two ranks do, the exit code, and all that is said
 def test_a_ranks_end_is_the_runs_code_and_one_message(ranks, case):
     source, code, said = ENDS[case]
     assert ranks(source) == (code, said)
+
+
+def test_when_a_rank_fails_the_others_are_asked_to_end(ranks, tmp_path):
+    here = f"{tmp_path}/here"
+    hears = f"signal.signal(15, lambda *_: sys.exit('asked'))\n    open({here!r}, 'w')\n    time.sleep(600)"
+    fails = f"while not os.path.exists({here!r}): time.sleep(0.01)\nsys.exit('bad')"
+    assert ranks(f"if rank:\n    {hears}\n{fails}") == (1, "bad\nasked\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -348,6 +348,36 @@ def test_a_signal_leaves_no_half_of_an_extraction(tmp_path, monkeypatch, number)
     assert {path: path.read_bytes() for path in (tmp_path / "again").iterdir()} == before
 
 
+def test_kill_9_leaves_no_mixture_that_starts(tmp_path, monkeypatch):
+    """Before any of its renames: the script is there with all of its files, or not at all; the same command then goes on."""
+    (tmp_path / "log.txt").write_bytes(make_log())
+    replace = os.replace
+    for last in range(len(SOURCES) + 1):
+        folder, renames = tmp_path / f"again{last}", []
+        for name in SOURCES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(b"old")
+
+        def replace_or_die(source, target, last=last, renames=renames):
+            if len(renames) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            renames.append(target)
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", replace_or_die)
+        child = os.fork()
+        if not child:
+            extract.extract(tmp_path / "log.txt", folder, force=True)
+            os._exit(0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        monkeypatch.setattr(os, "replace", replace)
+        assert ended == (0 if last == len(SOURCES) else -signal.SIGKILL)
+        there = {name: (folder / name).read_bytes() for name in SOURCES if (folder / name).exists()}
+        assert there == SOURCES if last == len(SOURCES) else "train_gpt.py" not in there
+        extract.extract(tmp_path / "log.txt", folder, force=True)
+        assert {name: (folder / name).read_bytes() for name in SOURCES} == SOURCES
+
+
 def test_files_that_are_not_of_the_log_are_named_when_a_folder_is_written_over(tmp_path, capsys):
     """The script could import them: it would be half of another run."""
     (tmp_path / "log.txt").write_bytes(make_log())

@@ -108,6 +108,10 @@ def test_loss(interpreted: Callable, T: int, V: int, dtype: torch.dtype) -> None
     interpreted(checks.check_loss, T, V, 3, dtype, "random")
 
 
+def test_the_exponential_is_off_by_its_polynomial_alone(interpreted: Callable) -> None:
+    interpreted(checks.check_exp2)
+
+
 def test_loss_of_more_strips_than_sums_run_ahead(interpreted: Callable) -> None:
     """In one dtype: the order of the work does not know it."""
     interpreted(checks.check_loss, 260, 1100, 3, FP32, "random")

@@ -48,10 +48,12 @@ def test_norm_and_its_gradient(dtype: torch.dtype, scale: float) -> None:
     assert y.dtype == dx.dtype == dtype
     # One over the root of a mean of 24 squares, and one product.
     assert ((y.double() - exact).abs() <= (unit + 40 * wide) * exact.abs()).all()
-    # r·(dy − y·mean(dy·y)): the saved y is rounded to dtype, and enters twice.
+    # r·(dy − y·mean(dy·y)): the saved y is rounded to dtype, and enters twice; so is the result, once, and nothing between.
     r = 1 / (x.double().square().mean(-1, keepdim=True) + RMS_EPS).sqrt()
-    size = r * (grad.double().abs() + exact.abs() * (grad.double() * exact).abs().mean(-1, keepdim=True))
-    bound = (2 * unit * (1 + unit) + 60 * wide) * size + unit * exact_dx.abs() * (1 + 3 * unit)
+    products = grad.double() * exact
+    mean, size = products.mean(-1, keepdim=True).abs(), products.abs().mean(-1, keepdim=True)
+    of_saved = r * exact.abs() * unit * (mean + (1 + unit) * size)
+    bound = (1 + unit) * of_saved + unit * exact_dx.abs() + 60 * wide * r * (grad.double().abs() + exact.abs() * size)
     assert ((dx.double() - exact_dx).abs() <= bound + (2.0**-24 if dtype == torch.float16 else 0.0)).all()
 
 

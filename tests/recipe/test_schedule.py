@@ -157,6 +157,19 @@ def test_going_back_beyond_a_change_of_windows_is_refused_and_changes_nothing() 
     assert unequal(yarn_of(model), yarn) == []
 
 
+def test_an_update_is_made_of_the_mean_over_a_steps_micro_batches() -> None:
+    """Of twice and eight times the gradient, summed over as many micro-batches, moments and weights are the same to the bit."""
+    states = []
+    for count in (1, 2, 8):
+        manager = TrainingManager(tiny_gpt(), short_schedule(micro_batches=count))
+        add_gradients(manager.model, 1)
+        for param in manager.model.parameters():
+            param.grad *= count
+        manager.step_optimizers(1)
+        states.append(manager.state_dict())
+    assert unequal(states[0], states[1]) == [] == unequal(states[0], states[2])
+
+
 def run_steps(manager: TrainingManager, first: int, last: int) -> None:
     """Steps first .. last − 1 on gradients that only the label and the step decide, and on to the step after them."""
     for step in range(first, last):

@@ -1,5 +1,6 @@
 """Sources that train the same run are one kind, and no others; logs of several kinds are refused, not averaged."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ OTHER = {
     "a number": ("x = 1\n", "x = 2\n"),
     "its type": ("x = 1\n", "x = 1.0\n"),
     "a name": ("x = 1\n", "y = 1\n"),
+    "an argument": ("f(lr=1)\n", "f(lr=2)\n"),
     "the order": ("f()\ng()\n", "g()\nf()\n"),
     "code that is not used": ("x = 1\n", "import os\nx = 1\n"),
     "a string that is used": ("x = 'a'\n", "x = 'b'\n"),
@@ -140,6 +142,16 @@ def test_half_is_not_most(tmp_path):
             gather("runs", str(tmp_path / "runs"))
         for i in (2, 3):
             (tmp_path / "runs" / f"{i}.txt").unlink(missing_ok=True)
+
+
+def test_a_copy_of_a_log_counts_once(tmp_path):
+    """One mean of four values would else be one of five, with a smaller error."""
+    for i in range(4):
+        write(tmp_path, f"{i}.txt", ms=10 + i)
+    shutil.copy(tmp_path / "2.txt", tmp_path / "again.txt")
+    group = gather("runs", str(tmp_path))
+    assert [run.path.name for run in group.runs] == ["0.txt", "1.txt", "2.txt", "3.txt"]
+    assert [(log.path.name, reason) for log, reason in group.aside] == [("again.txt", f"the same run as {tmp_path / '2.txt'}")]
 
 
 def test_comments_annotations_and_run_ids_are_one_kind(tmp_path):

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import sys
 
 import pytest
@@ -82,6 +83,22 @@ def test_it_goes_on_where_it_ended(track, tmp_path, capfd):
     assert calls(tmp_path)[6:] == ["after1", "after1", "before2"]
     assert (tmp_path / "logs" / "after" / "seed1.cut1.txt").exists()
     assert "set aside: " in (out := capfd.readouterr().out) and "seed1.cut1.txt: cut short" in out
+
+
+def test_kill_9_at_its_start_leaves_a_race_that_goes_on(track, tmp_path, monkeypatch):
+    """Here an error in its place, before what says which race it is has its name; and one once it has."""
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit, match="no more"):
+            patch.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError("no more")))
+            track()
+        assert not (tmp_path / "logs" / "race.json").exists()
+    (tmp_path / "logs" / "race.json.tmp").write_text("{")  # as kill -9 leaves it
+    track()
+    assert len(calls(tmp_path)) == 6
+    before = (tmp_path / "logs" / "race.json").read_text()
+    monkeypatch.setattr(tool, "write", None)
+    track()
+    assert (tmp_path / "logs" / "race.json").read_text() == before and len(calls(tmp_path)) == 6
 
 
 def test_the_log_of_a_run_that_goes_on_is_left_alone(track, tmp_path):

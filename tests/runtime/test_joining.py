@@ -36,6 +36,7 @@ ENVIRONMENT = [  # what differs from a good one, and the message
     (dict(RANK=""), "RANK='' in the environment"),
     (dict(WORLD_SIZE="0"), "WORLD_SIZE='0' in the environment: must be a number from 1 on"),
     (dict(WORLD_SIZE="two"), "WORLD_SIZE='two' in the environment"),
+    (dict(WORLD_SIZE="9" * 5000), "WORLD_SIZE='9{20}' in the environment"),
     (dict(WORLD_SIZE="1.0"), "WORLD_SIZE='1.0' in the environment"),
     (dict(LOCAL_RANK="x"), "LOCAL_RANK='x' in the environment"),
     (dict(LOCAL_RANK="3"), "LOCAL_RANK=3 of LOCAL_WORLD_SIZE=1 in the environment: a rank must be below its size"),
@@ -49,7 +50,7 @@ ENVIRONMENT = [  # what differs from a good one, and the message
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change, message", ENVIRONMENT, ids=[str(case[0])[1:-1] for case in ENVIRONMENT])
+@pytest.mark.parametrize("change, message", ENVIRONMENT, ids=[str(case[0])[1:41] for case in ENVIRONMENT])
 def test_a_bad_environment_is_named_within_seconds(shards, tmp_path, capfd, monkeypatch, no_warm_up, change, message):
     monkeypatch.setattr(runtime_ranks, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
     with socket.socket() as taken, socket.socket() as free:

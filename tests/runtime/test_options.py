@@ -1,6 +1,7 @@
 """Every bad option has a message that names it and says what to do, and an exit code, before any file is written."""
 
 import dataclasses
+import itertools
 import sys
 import types
 
@@ -8,7 +9,7 @@ import pytest
 
 from common import ends_with, options, tiny_settings
 from runtime.options import check_values, parse_options
-from train_gpt import Hyperparameters, main
+from train_gpt import PRESETS, Hyperparameters, main
 
 SIGNED = (
     "doc_slots", "seed", "num_extension_iterations", "momentum_warmup", "momentum_cooldown", "val_every", "sample_tokens",
@@ -118,3 +119,9 @@ class Settings:
     with pytest.raises(SystemExit):
         parse_options(module.Settings, {"record": {}}, "record", ["--steps=many"])
     assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("texts, meant", [(("true", "True", "1"), True), (("false", "FALSE", "0"), False)])
+def test_true_and_false_may_be_numbers(texts, meant):
+    for preset, text in itertools.product(PRESETS, texts):
+        assert parse_options(Hyperparameters, PRESETS, preset, [f"--fp8_head={text}"]).fp8_head is meant

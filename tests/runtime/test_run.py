@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common import ROOT, launch, lines_of, options
-from runtime.log import Clock
+from runtime.log import Clock, step_line
 from train_gpt import main
 
 
@@ -125,6 +125,12 @@ def test_each_file_of_launch_and_runtime_is_imported_without_the_recipe():
     command = [sys.executable, "-c", ALONE.format(root=f"{ROOT}"), *names]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "runtime.run" in names and result.stdout.splitlines() == names, result.stdout + result.stderr
+
+
+def test_a_step_line_tells_the_mean_time_of_the_steps_so_far():
+    assert step_line(4, 8, 2.0) == "step:4/8 train_time:2000ms step_avg:500.00ms"
+    assert step_line(8, 8, 2.0, 3.28) == "step:8/8 val_loss:3.2800 train_time:2000ms step_avg:250.00ms"
+    assert step_line(0, 8, 0.001, 10.5) == "step:0/8 val_loss:10.5000 train_time:1ms step_avg:1.00ms"
 
 
 def test_garbage_is_collected_and_the_rest_set_aside_before_the_clock_starts(shards, tmp_path, no_warm_up, monkeypatch):

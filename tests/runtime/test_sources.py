@@ -29,8 +29,8 @@ def project(tmp_path_factory):
     root = tmp_path_factory.mktemp("place") / "project"
     for name in ("launch", "runtime", "data"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.bin", "local", "fineweb*"))
-    for name in ("attention.py", "triton_kernels.py", "sample.py", "run.sh", "requirements.txt"):
-        shutil.copy(ROOT / name, root)
+    for path in (*ROOT.glob("*.py"), ROOT / "run.sh", ROOT / "requirements.txt"):
+        shutil.copy(path, root)
     shutil.copy(SCRIPT, root / "train_gpt.py")
     write_idea(root / "ideas", "idea.py", "my_kernels")
     return root
@@ -82,7 +82,7 @@ def test_the_log_holds_every_file_that_was_imported(idea, project):
     runtime = {f"runtime/{path.name}" for path in (project / "runtime").glob("*.py")}
     data = {"data/__init__.py", "data/encodings.py", "data/loader.py", "data/shards.py"}
     launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "signals", "sources")}
-    others = {"ideas/idea.py", "ideas/my_kernels.py", "attention.py", "triton_kernels.py", "sample.py"}
+    others = {"ideas/idea.py", "ideas/my_kernels.py", *(path.name for path in ROOT.glob("*.py"))} - {"train_gpt.py"}
     assert {*found} == others | launch | data | runtime
     assert next(iter(found)) == "ideas/idea.py" and list(found)[1:] == sorted(found.keys() - {"ideas/idea.py"})
     assert {name: (project / name).read_bytes() for name in found} == found
