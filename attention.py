@@ -10,12 +10,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 import triton_kernels
-from triton_kernels import RMS_EPS, has_kernel, kernel_device, norm, operator
+from triton_kernels import RMS_EPS, has_kernel, kernel_device, norm, operator, tl, triton
 
 # -----------------------------------------------------------------------------
 # Queries and keys: norm, rotation and offset are one kernel
@@ -235,7 +233,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
 def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
     """(blocks, rows, keys) for blocks of `rows` queries, each with the keys of its own and the blocks its window reaches."""
     device = cu_seqlens.device
-    rows = 32 if window <= 128 else 64
+    rows = 32  # measured on two cores
     blocks, back = -(-length // rows), -(-min(window, length) // rows)
     position = torch.arange(blocks * rows, device=device)
     start = cu_seqlens[torch.searchsorted(cu_seqlens, position.int(), right=True) - 1]  # of the position's document
@@ -263,9 +261,9 @@ def _bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
 
 class _BandedAttention(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) v, block by block: the reference on any device, and the fast path on CPU.
-    Faster: a block of queries multiplies the few keys of its window, not all, and no key is copied: heads lie one after
-    another in memory, so that the keys of all blocks are overlapping windows of one strided view. Must hold: a head's first
-    blocks reach into the head before it, so that the bias masks those keys like any foreign document's."""
+    Faster: a block of queries multiplies the few keys of its window, not all: heads lie one after another in memory, so that
+    the keys of all blocks are overlapping windows of one strided view. Must hold: a head's first blocks reach into the head
+    before it, so that the bias masks those keys like any foreign document's."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -274,7 +272,7 @@ class _BandedAttention(torch.autograd.Function):
         batch, padded = H * blocks, blocks * rows
         q = _by_head(q, padded, 0).mul_(scale).view(batch, rows, D)
         k, v = _by_head(k, padded, keys - rows), _by_head(v, padded, keys - rows)
-        scores = torch.bmm(q, _bands(k, batch, rows, keys).mT)
+        scores = torch.bmm(q, _bands(k, batch, rows, keys).contiguous().mT)  # oneDNN copies other strides, slowly
         scores.view(H, blocks, rows, keys).add_(bias)
         probs = torch.softmax(scores, -1)
         ctx.save_for_backward(q, k, v, probs)
@@ -289,6 +287,7 @@ class _BandedAttention(torch.autograd.Function):
         batch, rows, keys = probs.shape
         padded, back = batch // H * rows, keys // rows - 1
         g = _by_head(grad, padded, 0).view(batch, rows, D)
+        bands = lambda x: _bands(x, batch, rows, keys).contiguous()
 
         def sum_bands(x: Tensor) -> Tensor:
             """(batch, keys, D) → (P, H, D): each key's sum over the blocks that saw it."""
@@ -298,8 +297,8 @@ class _BandedAttention(torch.autograd.Function):
             return out[back * rows :].view(H, padded, D)[:, :P].transpose(0, 1)
 
         grad_v = sum_bands(torch.bmm(probs.mT, g))
-        grad_probs = torch.bmm(g, _bands(v, batch, rows, keys).mT)
+        grad_probs = torch.bmm(g, bands(v).mT)
         grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        grad_q = torch.bmm(grad_scores, _bands(k, batch, rows, keys)).mul_(ctx.scale)
+        grad_q = torch.bmm(grad_scores, bands(k)).mul_(ctx.scale)
         grad_k = sum_bands(torch.bmm(grad_scores.mT, q))  # q carries the scale
         return grad_q.view(H, padded, D)[:, :P].transpose(0, 1), grad_k, grad_v, None, None

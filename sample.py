@@ -3,6 +3,9 @@
     python sample.py logs/RUN/step_001765.pt "The meaning of life is"
     python sample.py latest "def main(" --tokens=300 --temperature=0.5      # the newest in logs/
 
+Each token is drawn from the nucleus: the likeliest that have this share of the probability together (arXiv 1904.09751). One
+of 0.95 has no way out of an indentation in Python source: after spaces a space is likelier than that.
+
 The model is built by train_gpt.py beside this file; a checkpoint of changed source may need --script=idea.py.
 """
 
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 
 from data.encodings import decode, encode
-from data.loader import first_document
+from data.loader import first_documents
 from launch.console import guard_console
 from runtime import checkpoints
 from runtime.ranks import Ranks
@@ -25,11 +28,11 @@ from triton_kernels import softcap
 
 
 @torch.no_grad()
-def continue_text(manager: Any, prompt: list[int], count: int, temperature: float = 0.7) -> list[int]:
+def continue_text(manager: Any, prompt: list[int], count: int, temperature: float = 1.0, nucleus: float = 1.0) -> list[int]:
     """Up to `count` tokens after those of the prompt, which begins with bos_id; the document does not end in between.
 
-    manager: a trainer's TrainingManager. temperature: positive and finite. Tokens come from the settings' seed: the same
-    prompt, the same text. Prompt and text together have at most max_tokens.
+    manager: a trainer's TrainingManager. temperature: positive and finite; nucleus: above 0, at most 1. Tokens come from the
+    settings' seed: the same prompt, the same text. Prompt and text together have at most max_tokens.
     """
     model, h, tokens = manager.model.eval(), manager.h, list(prompt)
     generator, device = torch.Generator().manual_seed(h.seed), model.embed.device
@@ -39,16 +42,31 @@ def continue_text(manager: Any, prompt: list[int], count: int, temperature: floa
         logits = softcap(x[-1] @ model.lm_head).float().cpu()[: h.vocab_size]
         logits[h.bos_id] = -math.inf
         heated = ((logits - logits.max()).double() / temperature).float()  # any temperature: the largest is 0
-        tokens.append(int(torch.multinomial(torch.softmax(heated, -1), 1, generator=generator)))
+        probs = keep_nucleus(torch.softmax(heated, -1), nucleus)
+        tokens.append(int(torch.multinomial(probs, 1, generator=generator)))
     model.train()
     return tokens[len(prompt) :]
 
 
+def keep_nucleus(probs: torch.Tensor, nucleus: float) -> torch.Tensor:
+    """probs (vocab,), those outside of the nucleus 0: of the likeliest as many as it takes to reach its share, at least one."""
+    if nucleus >= 1:
+        return probs
+    ranked, order = probs.sort(descending=True, stable=True)
+    outside = order[ranked.cumsum(0) - ranked >= nucleus]
+    return probs.index_fill(0, outside, 0)
+
+
+PROMPTS, PROMPT_TOKENS = 3, 64
+
+
 def sample_text(manager: Any) -> str:
-    """The start of the first validation document, and how the model goes on: settings.sample_tokens tokens."""
-    h = manager.h
-    prompt = first_document(h.data, h.bos_id, 64)
-    return f"{decode(prompt[1:], h.encoding)}⟫{decode(continue_text(manager, prompt, h.sample_tokens), h.encoding)}"
+    """How the model goes on after the first tokens of three validation documents: settings.sample_tokens tokens each."""
+    h, texts = manager.h, []
+    for i, prompt in enumerate(first_documents(h.data, h.bos_id, 1 + PROMPT_TOKENS, PROMPTS), 1):
+        text = continue_text(manager, prompt, h.sample_tokens, h.sample_temperature, h.sample_nucleus)
+        texts.append(f"[{i}] {decode(prompt[1:], h.encoding)}⟫{decode(text, h.encoding)}")
+    return "\n\n".join(texts)
 
 
 def load_script(path: Path, name: str = "") -> ModuleType:
@@ -60,7 +78,9 @@ def load_script(path: Path, name: str = "") -> ModuleType:
     return module
 
 
-def sample(trainer: ModuleType, path: str, prompt: str, tokens: int, temperature: float, log_dir: str = "logs") -> str:
+def sample(
+    trainer: ModuleType, path: str, prompt: str, tokens: int, temperature: float, nucleus: float = 1.0, log_dir: str = "logs"
+) -> str:  # fmt: skip
     """What the model writes after the prompt. Raises CheckpointError (a ValueError) if the file does not serve."""
     place, saved = checkpoints.find_checkpoint(path, log_dir)
     defaults = vars(trainer.Hyperparameters())
@@ -81,7 +101,7 @@ def sample(trainer: ModuleType, path: str, prompt: str, tokens: int, temperature
         raise ValueError(f"the prompt has {len(begin)} tokens, the model takes {h.max_tokens - 1} and writes on: shorten it")
     if tokens > room:
         print(f"sample.py: writes {room} tokens, not {tokens}: the model takes {h.max_tokens} in all", file=sys.stderr)
-    return decode(continue_text(manager, begin, tokens, temperature), h.encoding)
+    return decode(continue_text(manager, begin, tokens, temperature, nucleus), h.encoding)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -90,16 +110,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", help="a file, or 'latest': the newest of all runs in --log_dir")
     parser.add_argument("prompt", help="how the document begins; may be empty")
     parser.add_argument("--tokens", type=int, default=200, help="to write (200)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="above 0: near it the likeliest, 1 as trained (0.7)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="above 0: near it the likeliest, 1 as trained (0.8)")
+    parser.add_argument("--nucleus", type=float, default=0.99, help="share of the probability that is drawn from (0.99)")
     parser.add_argument("--script", type=Path, default=Path(__file__).with_name("train_gpt.py"), help="that trained it")
     parser.add_argument("--log_dir", default="logs", help="where 'latest' looks")
     args = parser.parse_args(argv)
     if args.tokens < 1 or not 0 < args.temperature < math.inf:
         parser.error("--tokens and --temperature must be positive and finite")
+    if not 0 < args.nucleus <= 1:
+        parser.error("--nucleus must be above 0 and at most 1")
     if not args.script.is_file():
         parser.error(f"--script={args.script}: no such file")
     try:
-        text = sample(load_script(args.script), args.checkpoint, args.prompt, args.tokens, args.temperature, args.log_dir)
+        how = args.tokens, args.temperature, args.nucleus, args.log_dir
+        text = sample(load_script(args.script), args.checkpoint, args.prompt, *how)
         guard_console()
         sys.stdout.reconfigure(errors="replace")
         print(f"{args.prompt}⟫{text}", flush=True)

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Band, attend, band_bias, flash_attention, norm_and_rotate_qk, uses_flash
+from cpu import use_cpu
 from data.encodings import check_encoding
 from data.loader import (
     DataFacts, check_data, distributed_data_generator, synthetic_batch, to_device, train_pattern, val_pattern,
@@ -52,8 +53,8 @@ from runtime.run import Run
 from sample import sample_text
 from tracer import Tracer, steps_of
 from triton_kernels import (
-    XTX, XXT, aX_plus_BX, ba_plus_cAA, cache_sized, fp8_head_loss, fused_on_gpu, has_fp8, keep_freed_memory,
-    lookup, norm, relu_squared_mlp, residual_add, softcapped_cross_entropy, transpose_add, transpose_copy,
+    XTX, XXT, aX_plus_BX, ba_plus_cAA, cache_sized, fp8_head_loss, fused_on_gpu, has_fp8, linear, lookup,
+    norm, relu_squared_mlp, residual_add, softcapped_cross_entropy, transpose_add, transpose_copy,
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -99,7 +100,9 @@ class Hyperparameters:
     # output
     log_dir: str = setting("logs", "folder of the logs", path=True)
     run_id: str = setting("", "name of the log; empty: time and a random part")
-    sample_tokens: int = setting(0, "tokens of text to write at the end", least=0)
+    sample_tokens: int = setting(0, "tokens to write at the end after each of three prompts", least=0)
+    sample_temperature: float = setting(0.8, "of that text: near 0 the likeliest, 1 as trained")
+    sample_nucleus: float = setting(0.99, "it is drawn from the likeliest tokens of this share, at most 1")
     save_every: int = setting(0, "steps between checkpoints in log_dir/run_id, untimed; 0: none", least=0)
     keep_checkpoints: int = setting(2, "checkpoints of a run that stay, the newest")
     trace_steps: str = setting("", "A:B: record the optimizer's times of steps A to B-1, for bench/order.py")
@@ -118,8 +121,7 @@ class Hyperparameters:
     @property
     def stream(self) -> dict[str, int]:
         """What decides, beside the batch sizes, what a micro-batch holds."""
-        names = "max_doc_len", "micro_batches", "doc_slots", "bos_id", "vocab_size"
-        return {name: getattr(self, name) for name in names}
+        return {x: getattr(self, x) for x in "max_doc_len micro_batches doc_slots bos_id vocab_size".split()}
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings cannot run on world_size ranks."""
@@ -127,8 +129,8 @@ class Hyperparameters:
         check_tables()
         steps_of(self.trace_steps)
         m, unit, longest, vocab = self.micro_batches, self.batch_unit, self.max_tokens, self.vocab_size
-        units = [stage.batch for stage in (*STAGES, EXTENSION)]
-        sizes = {f"batch_unit={unit} (stage {i})": n * unit for i, n in enumerate(units, 1)}
+        stages = enumerate((*STAGES, EXTENSION), 1)
+        sizes = {f"batch_unit={unit} (stage {i})": stage.batch * unit for i, stage in stages}
         sizes[f"val_batch_tokens={self.val_batch_tokens}"] = self.val_batch_tokens
         uneven = [f"--{name}: {tokens} tokens do not" for name, tokens in sizes.items() if tokens % (16 * m)]
         multiple = f"use a multiple of {world_size}, or start another number of ranks"
@@ -142,6 +144,7 @@ class Hyperparameters:
             (self.val_tokens % self.val_batch_tokens,
              f"--val_tokens={self.val_tokens} is no multiple of --val_batch_tokens={self.val_batch_tokens}"),
             (self.bos_id >= vocab, f"--bos_id={self.bos_id} is outside the vocabulary, --vocab_size={vocab}"),
+            (self.sample_nucleus > 1, f"--sample_nucleus={self.sample_nucleus}: a share is at most 1"),
             (vocab > 65536, f"--vocab_size={vocab}: shards hold uint16 tokens, so at most 65536"),
             (self.run_id and not is_plain_name(self.run_id),
              f"--run_id={ascii(self.run_id)[1:-1]}: must be a file's name, alone, without *, [ and the like"),
@@ -155,14 +158,14 @@ def raise_first(*rules: tuple[Any, str]) -> None:
             raise ValueError(message)
 
 
-# What a machine without a GPU trains in two minutes: the same topology and schedule, small widths, bytes.
+# What a machine without a GPU trains in a minute or two: the same topology and schedule, small widths, bytes.
 DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes", max_doc_len=384,
     model_dim=128, num_heads=4, head_dim=32, dtype="float32", compile=False,
     attention_scale=0.28,  # queries and keys have length √head_dim: narrow heads make small logits
     num_scheduled_iterations=232, num_extension_iterations=8, batch_unit=72, micro_batches=2, block_size=32,
     momentum_warmup=1000, muon_lr_mul=1.3, adam_lr_mul=1.5,  # short runs want low momentum, high rates
-    val_every=100, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=300,
+    val_every=100, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )  # fmt: skip
 PRESETS = {"record": {}, "demo": DEMO}
 
@@ -467,14 +470,14 @@ def attention(
     T, dim = x.shape
     H = len(head_gate)
     D, p = dim // H, 2 if layer.paired else 1
-    qkv = F.linear(x, W_qkv).view(T, 3 * H, D)
+    qkv = linear(x, W_qkv).view(T, 3 * H, D)
     q, k, v = norm_and_rotate_qk(qkv, yarn.table, layer.paired, layer.key_offset)
     if value is not None:
         v = v + value
     q, k, v = (z.reshape(T * p, H // p, D) for z in (q, k, v))
     y = attend(q, k, v, band, yarn.scale).reshape(T, H, D)
     y = y * torch.sigmoid(F.linear(x[:, :GATE_DIM], head_gate)).unsqueeze(-1)
-    return F.linear(y.reshape(T, dim), W_o)
+    return linear(y.reshape(T, dim), W_o)
 
 
 # -----------------------------------------------------------------------------
@@ -1269,28 +1272,25 @@ def prepare(run: Run) -> TrainingManager:
     h, ranks = run.settings, run.ranks
     ranks.on_all(h.check, ranks.world_size)
     data = ranks.on_all(check_shards, h)
-    facts = []
     if ranks.device.type == "cuda":
         facts = [f"attention: {flash_attention()}"]
         torch._dynamo.config.recompile_limit = 64  # a graph for each stage and mode, an update for each shape
     else:
-        keep_freed_memory()
+        facts = [use_cpu()]
     manager = ranks.on_all(build, h, ranks)
     manager.max_val_doc_len = data.longest
     run.open(manager, data.shards, facts)
     started = time.perf_counter()
     warm_up(manager, ranks, run.first_step)
     parameters, seconds = sum(p.numel() for p in manager.model.parameters()), time.perf_counter() - started
-    how_many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
-    run.log.show(f"{parameters:,} parameters, {how_many}, warm-up {seconds:.0f} s")
+    run.log.show(f"{parameters:,} parameters, ranks: {ranks.world_size}, warm-up {seconds:.0f} s")
     run.restore()
     return manager
 
 
 def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run: Run) -> None:
     """This rank's micro-batches of a step: their gradients are pending, their multi-token loss on its way."""
-    h, ranks, schedule = manager.h, run.ranks, manager.current
-    share = h.micro_batches // ranks.world_size
+    ranks, schedule, share = run.ranks, manager.current, manager.h.micro_batches // run.ranks.world_size
     tokens, total = schedule.batch_tokens // ranks.world_size, torch.zeros((), device=ranks.device)
     for i, batch in enumerate(itertools.islice(batches, share)):
         loss = manager.model(*to_device(batch, ranks.device), manager.forward_schedule())

@@ -20,29 +20,37 @@ What a kernel must move and was compiled to: bench/README.md. What is proved of 
 """
 
 import contextlib
-import ctypes
 import functools
 import math
-import platform
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, library
 from torch.nn import functional as F
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ModuleNotFoundError as missing:
+    if missing.name != "triton":  # one that is half installed is an error
+        raise
+    from no_triton import TensorDescriptor, tl, triton
 
 # -----------------------------------------------------------------------------
 # How a function finds its kernel
 
 _forced: str | None = None  # set by kernels_of
+CPU_BF16 = "CPU with bf16 units"  # a device of its own
+cpu: str | None = None  # CPU_BF16 in a run on one: set by use_cpu of cpu.py
 
 
 def kernel_device(x: Tensor) -> str | None:
-    """The type of device whose kernels serve x; None in fp32 and fp64: tiles are sized for 16 bits."""
+    """The type of device whose kernels serve x; None in fp64, on a GPU also in fp32: tiles are sized for 16 bits."""
     own = x.device.type if x.dtype.itemsize <= 2 else None
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
+        own = cpu
     return own if _forced is None else _forced
 
 
@@ -114,6 +122,11 @@ def _wide(x: Tensor) -> Tensor:  # in fp32 if it is narrower
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in dtype. Where nothing changes, nothing is done: Dynamo 2.11 loses the gradient of a saved `.to` that does nothing."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """In which x is an operand of a product: bf16 on a CPU with bf16 units, elsewhere its own."""
+    return torch.bfloat16 if kernel_device(x) == CPU_BF16 else x.dtype
 
 
 # -----------------------------------------------------------------------------
@@ -386,8 +399,8 @@ fp8_linear_op.register_autograd(
 # the public speedrun (KellerJordan/modded-nanogpt), which computes one triangle too.
 
 
-def _operand(x: Tensor) -> Tensor:  # of a product that is summed in fp32: as matrix units do; CPUs are slow at bf16
-    return x if x.is_cuda else _wide(x)
+def _operand(x: Tensor) -> Tensor:  # of a product that is summed in fp32: as matrix units do; other CPUs are slow at bf16
+    return x if x.is_cuda or kernel_device(x) == CPU_BF16 else _wide(x)
 
 
 def _result(product: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -575,6 +588,16 @@ def _residual_add_cuda(x: Tensor, branch: Tensor) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
+# Linear maps of the attention. They have no GPU kernel; that of a CPU with bf16 units: cpu.py
+
+
+@has_kernel
+def linear(x: Tensor, W: Tensor) -> Tensor:
+    """x @ Wᵀ, differentiable. x (tokens, in), W (out, in), one dtype; result (tokens, out)."""
+    return F.linear(x, W)
+
+
+# -----------------------------------------------------------------------------
 # MLP with a squared ReLU (So et al., arXiv 2109.08668)
 
 
@@ -586,20 +609,24 @@ def relu_squared_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
 
 
 class _ReluSquaredMLP(torch.autograd.Function):
-    """The backward rebuilds the activation r² from the one saved tensor r = relu(x W_fcᵀ)."""
+    """The backward rebuilds the activation r² from the one saved tensor r = relu(x W_fcᵀ). On a CPU with bf16 units operands
+    and the hidden layer are in bf16, what comes in and goes out in x's dtype: as linear."""
 
     @staticmethod
     def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
+        ctx.dtype, narrow = x.dtype, operand_dtype(x)
+        x, W_fc, W_proj = (_cast(z, narrow) for z in (x, W_fc, W_proj))
         r = torch.relu_(x @ W_fc.mT)  # (tokens, hidden)
         ctx.save_for_backward(x, W_fc, W_proj, r)
-        return (r * r) @ W_proj
+        return _cast(r.square() @ W_proj, ctx.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, W_fc, W_proj, r = ctx.saved_tensors
-        grad_W_proj = (r * r).mT @ grad
+        grad = _cast(grad, r.dtype)
+        grad_W_proj = r.square().mT @ grad
         grad_h = (grad @ (2 * W_proj).mT).mul_(r)  # d relu(h)² = 2 relu(h)
-        return grad_h @ W_fc, grad_h.mT @ x, grad_W_proj
+        return tuple(_cast(z, ctx.dtype) for z in (grad_h @ W_fc, grad_h.mT @ x, grad_W_proj))
 
 
 # Chips with an H100's shared memory (H100, H200, B200) also have the tensor memory accelerator, TMA, that copies whole tiles by
@@ -1029,7 +1056,7 @@ fp8_head_loss.kernel("cuda")(lambda *inputs, **scales: fp8_head_loss_op(*inputs,
 # -----------------------------------------------------------------------------
 # What the machine wants
 
-CPU_CACHE_ELEMENTS = 65_536  # of one tensor; a core's cache holds those of a whole update
+CPU_CACHE_ELEMENTS = 262_144  # of one tensor, so that those of a whole update stay in a core's cache or near it
 
 
 def fused_on_gpu(function: Callable) -> Callable:
@@ -1041,13 +1068,6 @@ def fused_on_gpu(function: Callable) -> Callable:
         return compiled()(x, *args) if x.is_cuda else function(x, *args)
 
     return dispatch
-
-
-def keep_freed_memory() -> None:
-    """On glibc: freed memory stays with the process. Its pages would be faulted in again, a third of the time of an MLP."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and the heap never shrinks
 
 
 def cache_sized(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:

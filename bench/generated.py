@@ -5,7 +5,7 @@
     forward, backward = graphs_of(model, inputs, targets)     # fake tensors in, two Graphs out
 
 Bytes are those of the elements that a kernel touches, each once: L1 and L2 are taken to keep what it reads twice. Instructions
-are those of the binary that Triton builds for sm_90. Custom operators are followed to what they launch, on tensors without memory.
+are those of the binary that Triton builds for sm_90. Custom operators are followed to what they launch, on meta tensors.
 """
 
 import ast

@@ -116,10 +116,12 @@ class Documents:
         return np.concatenate(pieces)[:length], self.ends[first:end] - self.ends[first]
 
 
-def first_document(folder: str, bos_id: int, tokens: int) -> list[int]:
-    """The first document of the first validation shard, bos first, cut at `tokens` tokens. Raises DataError."""
+def first_documents(folder: str, bos_id: int, tokens: int, count: int) -> list[list[int]]:
+    """The first documents of the first validation shard that are as long, bos first, cut at `tokens` tokens: at most `count`,
+    but the first in any case. Raises DataError."""
     documents = Documents(find_shards(val_pattern(folder))[0], tokens, bos_id, vocab_size=None)
-    return documents.slice(0, 1, tokens)[0].tolist()
+    chosen = np.flatnonzero(documents.lengths == tokens)[:count].tolist() or [0]
+    return [documents.slice(i, i + 1, tokens)[0].tolist() for i in chosen]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

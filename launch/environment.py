@@ -24,6 +24,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
 
 import contextlib
 import importlib.util
+import platform
 import re
 import shutil
 import subprocess
@@ -34,7 +35,9 @@ OLDEST = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 TOOLS = os.path.join(ROOT, "records", "requirements.txt")  # .venv gets what the tools in records/ need too
 PROGRAM = "run.sh"  # that asks, in messages
-LINE = re.compile(r"([A-Za-z0-9][\w.-]*)[^#]*(?:# from ([\d.]+)(?:, module (\w+))?)?")
+LINE = re.compile(r"([A-Za-z0-9][\w.-]*)[^#;]*(?:;([^#]*))?(?:# from ([\d.]+)(?:, module (\w+))?)?")
+MARKER = re.compile(r"""\s*(\w+)\s*(==|!=)\s*["']([^"']*)["']\s*""")
+HERE = {"platform_system": platform.system(), "platform_machine": platform.machine(), "sys_platform": sys.platform}
 
 
 def fail(message):
@@ -50,6 +53,17 @@ def numbers(text):
     return tuple(map(int, re.match(r"\d+(\.\d+)*", text)[0].split(".")))
 
 
+def applies(marker):
+    """Whether a line with this marker is for this machine: comparisons of HERE, joined by and, then by or."""
+    def holds(comparison):
+        found = MARKER.fullmatch(comparison)
+        if not found or found[1] not in HERE:
+            fail("the requirements' marker {!r} is none that is understood here".format(comparison.strip()))
+        return (HERE[found[1]] == found[3]) == (found[2] == "==")
+
+    return any(all(map(holds, re.split(r"\band\b", each))) for each in re.split(r"\bor\b", marker))
+
+
 def missing(files):
     """What this interpreter lacks of the files: a list of words."""
     if sys.version_info < OLDEST:
@@ -58,7 +72,9 @@ def missing(files):
     for path in files:
         with open(path) as file:
             found = filter(None, map(LINE.match, file))
-            for name, oldest, module in (match.groups() for match in found):
+            for name, marker, oldest, module in (match.groups() for match in found):
+                if marker and not applies(marker):
+                    continue
                 try:
                     there = version(name)
                     spec = importlib.util.find_spec(module or name)

@@ -22,6 +22,11 @@ def machine_facts(device: torch.device, world_size: int) -> list[str]:
     return [f"Python {sys.version}", versions, f"{platform.platform()}, {world_size} ranks", *devices]
 
 
+def usable_cores() -> int:
+    """Those that this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def peak_memory(device: torch.device) -> str:
     if device.type == "cuda":
         allocated, reserved = (f(device) >> 20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))

@@ -37,7 +37,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", "data/local": "data/local_text.py"}  # of the presets' data
-IMPORTED = {"attention", "data", "launch", "numpy", "runtime", "sample", "torch", "tracer", "triton", "triton_kernels"}  # by every script
+IMPORTED = {  # by every script
+    "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "torch", "tracer", "triton",
+    "triton_kernels",
+}  # fmt: skip
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, runtime/ranks.py
 # Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
@@ -163,9 +166,12 @@ def ranks_asked() -> int | None:
 
 def load(path: Path) -> ModuleType:
     """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
-    begun = time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - process_start())
+    begun = time.monotonic() - process_age()
     try:
-        import numpy, torch, triton  # noqa: F401, I001
+        import numpy, torch  # noqa: F401, I001
+
+        if importlib.util.find_spec("triton"):  # it may have no wheel here: no_triton.py
+            import triton  # noqa: F401
     except ImportError as error:
         why = f"{error}".splitlines()[0]
         raise LaunchError(f"{why}: {sys.executable} lacks a package, or has half of one: install it again", 1) from None
@@ -183,9 +189,13 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def process_start() -> float:
-    """When this process began, run.sh included, in seconds since the machine did."""
-    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+def process_age() -> float:
+    """Seconds since this process began, run.sh included; 0 where no /proc tells."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[int, list[str]]:
@@ -332,7 +342,9 @@ def check_memory(ranks: int, each: int) -> None:
 
 
 def free_memory() -> int:
-    """Bytes that new processes can have: of the machine, or of the control group that limits this one."""
+    """Bytes that new processes can have: of the machine, or of the control group that limits this one; no end without /proc."""
+    if not Path("/proc/meminfo").exists():
+        return 1 << 62
     available = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
     group = Path("/sys/fs/cgroup")
     try:

@@ -9,7 +9,8 @@ from typing import Any, get_type_hints
 from launch.console import OptionParser
 
 # Settings that say what is written, and where: they do not make another run.
-OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "sample_tokens", "save_every", "keep_checkpoints", "resume", "trace_steps"})
+OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "trace_steps"})
+OUTPUT_SETTINGS |= {"sample_tokens", "sample_temperature", "sample_nucleus"}
 MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # shards may move: their tokens are compared
 MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one experiment, whose mean is taken
 

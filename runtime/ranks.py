@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.console import AgreedError, RunError
+from launch.machine import usable_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
@@ -92,7 +93,7 @@ def join_ranks() -> Ranks:
         how |= dict(backend="nccl", device_id=device)
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        torch.set_num_threads(max(1, usable_cores() // local_size))
     if launched:
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))

@@ -21,6 +21,7 @@ import torch._dynamo  # a second, which every forked run would take
 from hypothesis import settings
 
 import common  # first: it loads the script that is tested
+import cpu
 from data.shards import write_shard
 
 # A shell starts its background commands deaf to Ctrl-C, and they hand that down; the tests send it.
@@ -28,6 +29,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks of a test share the machine
 settings.register_profile("bankrun", deadline=None, derandomize=True, database=None)
 settings.load_profile("bankrun")
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """What a run in this process chose for its CPU ends with its test."""
+    cpu.forget_cpu()
+    yield
+    cpu.forget_cpu()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from common import wait_until
 from data import loader
-from data.loader import check_data, default_doc_slots, distributed_data_generator, first_document, synthetic_batch
+from data.loader import check_data, default_doc_slots, distributed_data_generator, first_documents, synthetic_batch
 from data.shards import DataError, write_shard
 
 BOS = 0
@@ -264,14 +264,17 @@ def test_a_synthetic_batch_has_tokens_of_the_vocabulary_and_no_more_documents_th
     assert starts == documents[: (doc_slots or default_doc_slots(tokens)) - 1]
 
 
-def test_the_first_document_begins_with_its_bos_and_ends_with_itself(tmp_path):
+def test_the_first_documents_begin_with_their_bos_and_are_long_enough(tmp_path):
+    """If none is, the first one is there, and ends with itself."""
     head, first, second = np.array([5, 6], dtype=np.uint16), *documents([30, 40])
     write(tmp_path, [head, first, second], split="val")
     write(tmp_path, documents([50], seed=9), split="val", index=1)
-    for tokens in (1, 29, 30, 31, 1000):
-        assert first_document(str(tmp_path), BOS, tokens) == first.tolist()[:tokens]
+    for tokens, chosen in ((1, [first, second]), (30, [first, second]), (31, [second]), (40, [second]), (41, [first])):
+        expected = [document.tolist()[:tokens] for document in chosen]
+        assert first_documents(str(tmp_path), BOS, tokens, 2) == expected
+        assert first_documents(str(tmp_path), BOS, tokens, 1) == expected[:1]
     with pytest.raises(DataError, match="x_val_000000.bin: no document begins in it"):
-        first_document(str(tmp_path), 199, 64)
+        first_documents(str(tmp_path), 199, 64, 1)
 
 
 # -----------------------------------------------------------------------------

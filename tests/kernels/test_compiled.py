@@ -9,6 +9,8 @@ import re
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton has no wheel here: its kernels run and compile elsewhere")
+
 from bench import kernels as bench
 
 TARGETS = [(name, capability) for name, case in bench.CASES.items() for capability in (89 if case.fp8 else 80, 90, 100)]

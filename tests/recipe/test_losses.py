@@ -46,6 +46,7 @@ def recorded_run(rank: int, world_size: int, fields: dict) -> dict:
         patch.setattr(train_gpt, "validate", with_weights("validation", train_gpt.validate))
         patch.setattr(train_gpt, "forward_backward", with_weights("training", train_gpt.forward_backward))
         patch.setattr(train_gpt, "warm_up", lambda *_: None)
+        patch.setattr(train_gpt, "use_cpu", str)  # products in fp32: how bf16 rounds is kernels/test_cpu.py's
         patch.setattr(Run, "end_step", end_step)
         patch.setattr(Run, "log_validation", log_validation)
         patch.setattr(Log, "progress", progress)

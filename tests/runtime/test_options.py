@@ -20,7 +20,7 @@ POSITIVE = (
     "val_tokens", "val_batch_tokens", "keep_checkpoints",
 )  # fmt: skip
 FROM_TWO = ("max_doc_len",)
-FLOATS = ("attention_scale", "adam_lr_mul", "muon_lr_mul")
+FLOATS = ("attention_scale", "adam_lr_mul", "muon_lr_mul", "sample_temperature", "sample_nucleus")
 HUGE = 10**30
 OPTIONS = [  # arguments, message, exit code
     *((f"--{name}=-1", f"--{name}=-1: must be 0 or more", 1) for name in SIGNED),
@@ -46,6 +46,7 @@ OPTIONS = [  # arguments, message, exit code
     ("--num_heads=3", "num_heads=3: must be even", 1),
     ("--head_dim=18 --model_dim=36", "head_dim=18: must be a multiple of 4", 1),
     ("--model_dim=33", "model_dim=33 is not num_heads \\* head_dim", 1),
+    ("--sample_nucleus=1.1", "--sample_nucleus=1.1: a share is at most 1", 1),
     ("--dtype=fp8", "--dtype=fp8: must be bfloat16 or float32", 1),
     ("--comms=both", "--comms=both: must be sharded or replicated", 1),
     ("--grad_dtype=float16", "--grad_dtype=float16: must be param or float32", 1),

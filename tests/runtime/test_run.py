@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+import cpu
+
 from common import ROOT, launch, lines_of, options
 from runtime.log import Clock, step_line
 from train_gpt import main
@@ -75,9 +77,11 @@ def test_a_terminal_gets_one_live_line(finished, shards, tmp_path, monkeypatch, 
 
 
 def test_one_rank_trains_like_two(finished, shards, tmp_path, no_warm_up):
-    """fp32 sums in another order, through 8 steps: a difference in the fourth decimal of a loss at most."""
+    """fp32 sums in another order, through 8 steps: a difference in the fourth decimal of a loss at most. Where a CPU has bf16
+    units, a sum in another order may round to its bf16 neighbour, 2⁻⁸ of it: some hundredths of a loss."""
     main(options(shards, tmp_path))
-    assert losses(tmp_path / "logs" / "run.txt") == pytest.approx(losses(finished[1]), abs=2e-3)
+    error = 5e-2 if cpu.bf16_units() else 2e-3
+    assert losses(tmp_path / "logs" / "run.txt") == pytest.approx(losses(finished[1]), abs=error)
 
 
 # Before `import train_gpt`: what is true when it reads the sources.

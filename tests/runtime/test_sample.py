@@ -1,5 +1,8 @@
 """Text from a checkpoint: by sample.py, with the weights that were saved."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +10,8 @@ import sample
 import train_gpt
 import triton_kernels
 from common import SCRIPT, options
+from data.loader import first_documents
+from data.shards import write_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.ranks import Ranks
 from train_gpt import Hyperparameters, main
@@ -58,6 +63,7 @@ def test_sampling_computes_with_the_saved_weights(logs, monkeypatch):
         (["x"], "required: prompt", 2),
         (["x", "y", "--tokens=0"], "--tokens and --temperature must be positive and finite", 2),
         *[(["x", "y", f"--temperature={t}"], "must be positive and finite", 2) for t in ("inf", "nan", "0", "-1", "1e999")],
+        *[(["x", "y", f"--nucleus={n}"], "--nucleus must be above 0 and at most 1", 2) for n in ("0", "1.1", "nan", "-1")],
         (["x", "y", "--script=/nowhere.py"], "/nowhere.py: no such file", 2),
     ],
 )
@@ -95,3 +101,54 @@ def test_a_prompt_that_fills_the_model_is_refused_and_a_text_that_would_is_said_
     sample.main(command)
     err = capsys.readouterr().err
     assert err == ("sample.py: writes 1 tokens, not 2: the model takes 384 in all\n" if length == 382 else "")
+
+
+@pytest.mark.parametrize(
+    "nucleus, kept",
+    [(1e-9, [2]), (0.5, [2]), (0.51, [2, 0]), (0.75, [2, 0]), (0.76, [2, 0, 1]), (0.9, [2, 0, 1, 3]), (1, [2, 0, 1, 3])],
+)
+def test_the_nucleus_is_the_fewest_likeliest_that_reach_its_share(nucleus, kept):
+    probs = torch.tensor([0.25, 0.125, 0.5, 0.125])  # equal ones in their order
+    cut = sample.keep_nucleus(probs, nucleus)
+    assert cut.nonzero().flatten().tolist() == sorted(kept)
+    assert torch.equal(cut[cut > 0], probs[cut > 0])
+
+
+def test_the_likeliest_is_drawn_even_from_the_smallest_nucleus(logs):
+    path = f"{logs / 'run' / 'step_000008.pt'}"
+    texts = {sample.sample(train_gpt, path, "a", 8, t, n) for t, n in ((1.0, 1e-9), (1e-9, 1.0))}
+    assert len(texts) == 1
+
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def trained(shards, tmp_path_factory):
+    """The log's lines of a run of STEPS small steps on Python source."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "warm_up", lambda *_: None)
+        patch.setattr(train_gpt, "use_cpu", str)  # the same bits, so the same text, on every CPU of a kind
+        more = dict(num_scheduled_iterations=STEPS, num_extension_iterations=0, val_every=0, momentum_warmup=300)
+        main(options(shards, folder, sample_tokens=100, **more))
+    return (folder / "logs" / "run.txt").read_text().rpartition("=" * 100 + "\n")[2]
+
+
+def test_a_run_ends_with_three_texts_that_are_mostly_not_blank(trained, shards):
+    """Python source is a quarter blanks, in runs: a text of the likeliest tokens alone falls into one and stays there."""
+    _, _, said = trained.partition("sample, after a prompt from the validation shard:\n")
+    texts = re.split(r"(?:^|\n\n)\[\d\] ", said.partition("\npeak memory")[0])[1:]
+    prompts = ["".join(map(chr, x[1:])) for x in first_documents(f"{shards}", 256, 65, 3)]
+    assert len(texts) == len(prompts) == 3
+    for text, prompt in zip(texts, prompts):
+        begin, _, written = text.partition("⟫")
+        assert begin == prompt and len(begin) == 64
+        assert len("".join(written.split())) > 50, text
+
+
+def test_a_shard_of_short_documents_still_gives_a_prompt(tmp_path):
+    write_shard(tmp_path / "x_val_0.bin", np.array([256, 1, 2, 256, 3, 256, 4, 5, 6, 7], dtype=np.uint16))
+    assert first_documents(f"{tmp_path}", 256, 5, 3) == [[256, 4, 5, 6, 7]]
+    assert first_documents(f"{tmp_path}", 256, 6, 3) == [[256, 1, 2]]
+    assert first_documents(f"{tmp_path}", 256, 2, 3) == [[256, 1], [256, 3], [256, 4]]

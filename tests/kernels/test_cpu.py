@@ -1,0 +1,114 @@
+"""What a run on a CPU chooses, and the arithmetic of bf16 units: on any CPU, as PyTorch multiplies bf16 without them too."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import cpu
+import train_gpt
+import triton_kernels as tk
+from common import U16, normal, random_batch, tiny_gpt
+from train_gpt import ForwardSchedule
+
+AMX, AVX512 = "_is_amx_tile_supported", "_is_avx512_bf16_supported"
+
+
+def with_units(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """A CPU for which PyTorch has these answers, and no others."""
+    for name in (AMX, AVX512):
+        monkeypatch.setattr(torch.cpu, name, lambda name=name: name in names, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+
+
+@pytest.mark.parametrize(
+    "names, chosen, precision, said",
+    [
+        ((), None, "medium", "no bf16 units, fp32 by oneDNN"),
+        ((AVX512,), tk.CPU_BF16, "medium", "bf16 operands by AVX512_BF16, fp32 by oneDNN"),
+        ((AMX, AVX512), tk.CPU_BF16, "highest", "bf16 operands by AMX, fp32 by PyTorch's own library"),
+    ],
+)
+def test_the_units_decide_alone(monkeypatch, names, chosen, precision, said) -> None:
+    with_units(monkeypatch, *names)
+    words = {cpu.use_cpu() for _ in range(3)}
+    assert len(words) == 1 and said in words.pop()
+    assert (tk.cpu, torch.get_float32_matmul_precision()) == (chosen, precision)
+    cpu.forget_cpu()
+    assert (tk.cpu, torch.get_float32_matmul_precision()) == (None, "highest")
+
+
+def test_a_pytorch_that_knows_no_units_has_none(monkeypatch) -> None:
+    for name in (AMX, AVX512):
+        monkeypatch.delattr(torch.cpu, name, raising=False)
+    assert cpu.bf16_units() == ""
+
+
+def test_only_fp32_and_bf16_on_a_cpu_are_served(monkeypatch) -> None:
+    with_units(monkeypatch, AVX512)
+    cpu.use_cpu()
+    dtypes = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int32
+    narrow = [tk.kernel_device(torch.empty(1, dtype=dtype)) == tk.CPU_BF16 for dtype in dtypes]
+    assert narrow == [True, True, False, False, False]
+    assert tk.kernel_device(torch.empty(1, dtype=torch.bfloat16, device="meta")) == "meta"
+
+
+CASES: dict[str, tuple[Callable, dict[str, tuple[int, ...]]]] = {
+    "linear": (tk.linear, dict(x=(70, 16), W=(24, 16))),
+    "mlp": (tk.relu_squared_mlp, dict(x=(70, 16), W_fc=(64, 16), W_proj=(64, 16))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_operands_err_by_their_roundings(name: str, dtype: torch.dtype) -> None:
+    """Results and gradients, in their inputs' dtype, against fp64. Each of at most six roundings on the way, U16 relative, adds
+    an error of random sign: by norm they come to √6 U16 at most, and squares double one. Four times U16 would not hold a
+    seventh of this size; the reference in fp32 is a hundred times nearer."""
+    function, shapes = CASES[name]
+    inputs = {label: normal(label, shape).to(dtype) for label, shape in shapes.items()}
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs.values()]
+        out = function(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, normal("g", tuple(out.shape)).to(dtype))]
+
+    exact = results(torch.float64)
+    with tk.kernels_of(tk.CPU_BF16):
+        narrow = results(dtype)
+    errors = [((x.double() - true).norm() / true.norm()).item() for x, true in zip(narrow, exact)]
+    assert all(x.dtype == dtype for x in narrow)
+    assert max(errors) < 4 * U16, errors
+    if dtype == torch.float32:
+        assert max(errors) > U16 / 16, errors  # that bf16 was there
+        assert max(((x.double() - true).norm() / true.norm()).item() for x, true in zip(results(dtype), exact)) < U16 / 100
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 16), (3, 16, 16)])
+def test_polar_express_multiplies_in_bf16(shape) -> None:
+    """The same operation, whose operands are bf16 in any case: widened for the product, or not, it is rounded once."""
+    G = normal("G", shape)
+    wide = train_gpt.polar_express(G)
+    with tk.kernels_of(tk.CPU_BF16):
+        narrow = train_gpt.polar_express(G)
+    assert narrow.dtype == wide.dtype == torch.bfloat16
+    assert (torch.linalg.svdvals(narrow.double()) - torch.linalg.svdvals(wide.double())).abs().max() < 8 * U16
+
+
+def test_the_model_trains_in_fp32_around_bf16_products() -> None:
+    """Loss and gradients are fp32, off by what bf16 rounds: eleven layers of it, so a few per cent of a gradient's norm."""
+    model = tiny_gpt(torch.float32)
+    batch, schedule = random_batch(64, 128, (0, 20)), ForwardSchedule(torch.ones(1), 16, 48)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(*batch, schedule).backward()
+        return {label: p.grad.clone() for label, p in model.named_parameters()}
+
+    exact = gradients()
+    with tk.kernels_of(tk.CPU_BF16):
+        narrow = gradients()
+    for label in ("attn", "mlp", "embed", "lm_head", "ve0"):
+        error = ((narrow[label] - exact[label]).norm() / exact[label].norm()).item()
+        assert narrow[label].dtype == torch.float32 and 0 < error < 11 * 2 * U16, (label, error)
