@@ -259,6 +259,19 @@ def _bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
     return x.as_strided((batch, keys, x.size(1)), (rows * x.size(1), x.size(1), 1))
 
 
+BAND_COPY_ELEMENTS = 2**20  # of all windows' keys, that are copied at a time
+
+
+def _times_keys(x: Tensor, keys: Tensor) -> Tensor:
+    """x (batch, rows, D) · keysᵀ, keys as _bands gives them: (batch, rows, keys). Windows are copied, some at a time: with their
+    strides, oneDNN would copy them more slowly, and all at once they take more memory than anything else."""
+    out = x.new_empty(*x.shape[:2], keys.size(1))
+    at_once = max(1, BAND_COPY_ELEMENTS // keys[0].numel())
+    for part in zip(*(z.split(at_once) for z in (x, keys, out))):
+        torch.bmm(part[0], part[1].contiguous().mT, out=part[2])
+    return out
+
+
 class _BandedAttention(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) v, block by block: the reference on any device, and the fast path on CPU.
     Faster: a block of queries multiplies the few keys of its window, not all: heads lie one after another in memory, so that
@@ -272,7 +285,7 @@ class _BandedAttention(torch.autograd.Function):
         batch, padded = H * blocks, blocks * rows
         q = _by_head(q, padded, 0).mul_(scale).view(batch, rows, D)
         k, v = _by_head(k, padded, keys - rows), _by_head(v, padded, keys - rows)
-        scores = torch.bmm(q, _bands(k, batch, rows, keys).contiguous().mT)  # oneDNN copies other strides, slowly
+        scores = _times_keys(q, _bands(k, batch, rows, keys))
         scores.view(H, blocks, rows, keys).add_(bias)
         probs = torch.softmax(scores, -1)
         ctx.save_for_backward(q, k, v, probs)
@@ -287,7 +300,6 @@ class _BandedAttention(torch.autograd.Function):
         batch, rows, keys = probs.shape
         padded, back = batch // H * rows, keys // rows - 1
         g = _by_head(grad, padded, 0).view(batch, rows, D)
-        bands = lambda x: _bands(x, batch, rows, keys).contiguous()
 
         def sum_bands(x: Tensor) -> Tensor:
             """(batch, keys, D) → (P, H, D): each key's sum over the blocks that saw it."""
@@ -297,8 +309,8 @@ class _BandedAttention(torch.autograd.Function):
             return out[back * rows :].view(H, padded, D)[:, :P].transpose(0, 1)
 
         grad_v = sum_bands(torch.bmm(probs.mT, g))
-        grad_probs = torch.bmm(g, bands(v).mT)
+        grad_probs = _times_keys(g, _bands(v, batch, rows, keys))
         grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        grad_q = torch.bmm(grad_scores, bands(k)).mul_(ctx.scale)
+        grad_q = torch.bmm(grad_scores, _bands(k, batch, rows, keys)).mul_(ctx.scale)
         grad_k = sum_bands(torch.bmm(grad_scores.mT, q))  # q carries the scale
         return grad_q.view(H, padded, D)[:, :P].transpose(0, 1), grad_k, grad_v, None, None

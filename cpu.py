@@ -9,10 +9,9 @@ import ctypes
 import platform
 
 import torch
-from torch import Tensor
 
 import triton_kernels
-from triton_kernels import CPU_BF16, linear
+from triton_kernels import CPU_BF16
 
 
 def bf16_units() -> str:
@@ -45,24 +44,3 @@ def forget_cpu() -> None:
     """Undo what use_cpu chose: products in full precision, for tests and comparisons."""
     triton_kernels.cpu = None
     torch.set_float32_matmul_precision("highest")
-
-
-class _Bf16Linear(torch.autograd.Function):
-    """Operands in bf16, what comes in and goes out in x's dtype.
-    Faster: bf16 units multiply twice as fast as fp32's, and weights in bf16 are half as long. Must hold: sums in fp32, each
-    result rounded once to bf16; weights, their gradients and the residual stream stay in fp32."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, W: Tensor) -> Tensor:
-        ctx.dtype, x, W = x.dtype, x.bfloat16(), W.bfloat16()
-        ctx.save_for_backward(x, W)
-        return (x @ W.mT).to(ctx.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, W = ctx.saved_tensors
-        grad = grad.bfloat16()
-        return (grad @ W).to(ctx.dtype), (grad.mT @ x).to(ctx.dtype)
-
-
-linear.kernel(CPU_BF16)(_Bf16Linear.apply)

@@ -8,7 +8,6 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import opcheck
 
 import attention
 import triton_kernels as tk
@@ -197,7 +196,7 @@ def test_fused_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
     x, w = x.detach().to(dtype), w.detach().to(dtype)
     forward, backward = torch.ops.bankrun.fp8_head_loss.default, torch.ops.bankrun.fp8_head_loss_backward.default
     rules = ("test_autograd_registration", "test_faketensor")
-    opcheck(forward, (x, w, targets, weights, *SCALES), test_utils=rules)
-    opcheck(forward, (x.clone().requires_grad_(), w.clone().requires_grad_(), targets, weights, *SCALES), test_utils=rules)
+    torch.library.opcheck(forward, (x, w, targets, weights, *SCALES), test_utils=rules)
+    torch.library.opcheck(forward, (x.clone().requires_grad_(), w.clone().requires_grad_(), targets, weights, *SCALES), test_utils=rules)
     loss, *saved = forward(x, w, targets, weights, *SCALES)
-    opcheck(backward, (loss, *saved, dtype, *SCALES), test_utils=rules)
+    torch.library.opcheck(backward, (loss, *saved, dtype, *SCALES), test_utils=rules)

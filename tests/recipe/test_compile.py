@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.library import opcheck
 
 import triton_kernels
 from common import U32, normal, random_batch, short_schedule, tiny_gpt
@@ -115,10 +114,10 @@ def test_fp8_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
     rules = ("test_autograd_registration", "test_faketensor")
     x, w, grad = normal("x", (32, 16)).to(dtype), normal("w", (16, 48), 0.1).to(dtype), normal("grad", (32, 48), 0.05).to(dtype)
     forward, backward = torch.ops.bankrun.fp8_linear.default, torch.ops.bankrun.fp8_linear_backward.default
-    opcheck(forward, (x, w, *SCALES), test_utils=(*rules, "test_schema", "test_aot_dispatch_dynamic"))
+    torch.library.opcheck(forward, (x, w, *SCALES), test_utils=(*rules, "test_schema", "test_aot_dispatch_dynamic"))
     _, x8, w8 = forward(x, w, *SCALES)
-    opcheck(backward, (grad, x8, w8, *SCALES), test_utils=(*rules, "test_aot_dispatch_dynamic"))
-    opcheck(forward, (x.requires_grad_(), w.requires_grad_(), *SCALES), test_utils=rules)
+    torch.library.opcheck(backward, (grad, x8, w8, *SCALES), test_utils=(*rules, "test_aot_dispatch_dynamic"))
+    torch.library.opcheck(forward, (x.requires_grad_(), w.requires_grad_(), *SCALES), test_utils=rules)
 
 
 # The GPU's path, traced without a GPU
