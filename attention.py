@@ -259,24 +259,11 @@ def _bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
     return x.as_strided((batch, keys, x.size(1)), (rows * x.size(1), x.size(1), 1))
 
 
-BAND_COPY_ELEMENTS = 2**20  # of all windows' keys, that are copied at a time
-
-
-def _times_keys(x: Tensor, keys: Tensor) -> Tensor:
-    """x (batch, rows, D) · keysᵀ, keys as _bands gives them: (batch, rows, keys). Windows are copied, some at a time: with their
-    strides, oneDNN would copy them more slowly, and all at once they take more memory than anything else."""
-    out = x.new_empty(*x.shape[:2], keys.size(1))
-    at_once = max(1, BAND_COPY_ELEMENTS // keys[0].numel())
-    for part in zip(*(z.split(at_once) for z in (x, keys, out))):
-        torch.bmm(part[0], part[1].contiguous().mT, out=part[2])
-    return out
-
-
 class _BandedAttention(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) v, block by block: the reference on any device, and the fast path on CPU.
     Faster: a block of queries multiplies the few keys of its window, not all: heads lie one after another in memory, so that
-    the keys of all blocks are overlapping windows of one strided view. Must hold: a head's first blocks reach into the head
-    before it, so that the bias masks those keys like any foreign document's."""
+    the keys of all blocks are overlapping windows of one strided view. One head at a time: its scores stay in the cache. Must
+    hold: a head's first blocks reach into the head before it, so that the bias masks those keys like any foreign document's."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -284,13 +271,14 @@ class _BandedAttention(torch.autograd.Function):
         blocks, rows, keys = bias.shape
         batch, padded = H * blocks, blocks * rows
         q = _by_head(q, padded, 0).mul_(scale).view(batch, rows, D)
-        k, v = _by_head(k, padded, keys - rows), _by_head(v, padded, keys - rows)
-        scores = _times_keys(q, _bands(k, batch, rows, keys))
-        scores.view(H, blocks, rows, keys).add_(bias)
-        probs = torch.softmax(scores, -1)
+        k, v = (_bands(_by_head(x, padded, keys - rows), batch, rows, keys) for x in (k, v))
+        probs, out = q.new_empty(batch, rows, keys), torch.empty_like(q)
+        for head in (slice(i * blocks, (i + 1) * blocks) for i in range(H)):
+            scores = torch.bmm(q[head], k[head].contiguous().mT, out=probs[head])  # oneDNN copies other strides, slowly
+            torch.softmax(scores.add_(bias), -1, out=scores)
+            torch.bmm(scores, v[head], out=out[head])
         ctx.save_for_backward(q, k, v, probs)
         ctx.scale, ctx.shape = scale, (P, H, D)
-        out = torch.bmm(probs, _bands(v, batch, rows, keys))
         return out.view(H, padded, D)[:, :P].transpose(0, 1)
 
     @staticmethod
@@ -298,19 +286,20 @@ class _BandedAttention(torch.autograd.Function):
         q, k, v, probs = ctx.saved_tensors
         P, H, D = ctx.shape
         batch, rows, keys = probs.shape
-        padded, back = batch // H * rows, keys // rows - 1
+        blocks, padded, front = batch // H, batch // H * rows, keys - rows
         g = _by_head(grad, padded, 0).view(batch, rows, D)
+        grad_q, grad_k, grad_v = torch.empty_like(q), *g.new_zeros(2, front + H * padded, D)
 
-        def sum_bands(x: Tensor) -> Tensor:
-            """(batch, keys, D) → (P, H, D): each key's sum over the blocks that saw it."""
-            out = torch.zeros(back * rows + H * padded, D, device=x.device, dtype=x.dtype)
-            for i in range(back + 1):
-                out[i * rows : i * rows + H * padded].view(batch, rows, D).add_(x[:, i * rows : (i + 1) * rows])
-            return out[back * rows :].view(H, padded, D)[:, :P].transpose(0, 1)
+        def add_bands(total: Tensor, head: slice, x: Tensor) -> None:
+            """Add x (blocks, keys, D) to a head's rows of total: to each key from every block that saw it."""
+            for i in range(0, keys, rows):
+                total[head.start * rows + i :][:padded].view(blocks, rows, D).add_(x[:, i : i + rows])
 
-        grad_v = sum_bands(torch.bmm(probs.mT, g))
-        grad_probs = _times_keys(g, _bands(v, batch, rows, keys))
-        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        grad_q = torch.bmm(grad_scores, _bands(k, batch, rows, keys)).mul_(ctx.scale)
-        grad_k = sum_bands(torch.bmm(grad_scores.mT, q))  # q carries the scale
-        return grad_q.view(H, padded, D)[:, :P].transpose(0, 1), grad_k, grad_v, None, None
+        for head in (slice(i * blocks, (i + 1) * blocks) for i in range(H)):
+            add_bands(grad_v, head, torch.bmm(probs[head].mT, g[head]))
+            grad_probs = torch.bmm(g[head], v[head].contiguous().mT)
+            grad_scores = torch._softmax_backward_data(grad_probs, probs[head], -1, probs.dtype)
+            torch.bmm(grad_scores, k[head], out=grad_q[head])
+            add_bands(grad_k, head, torch.bmm(grad_scores.mT, q[head]))  # q carries the scale
+        grads = grad_q.mul_(ctx.scale).view(-1, D), grad_k[front:], grad_v[front:]
+        return *(x.view(H, padded, D)[:, :P].transpose(0, 1) for x in grads), None, None

@@ -1,4 +1,4 @@
-"""What a run on a CPU chooses for its products, by what the CPU has, and what is bf16 there.
+"""What a run on a CPU does otherwise: products by what the CPU has, what is bf16 there, reduce-scatter by an exchange.
 
 Every choice asks PyTorch which units there are and never a stopwatch: the same CPU chooses the same, so that a run repeats its
 own bits and a resumed one goes on with them. The log's environment says what was chosen; on another kind of CPU bits differ,
@@ -7,8 +7,11 @@ and the note of a resumed run shows both. fp64, and fp32 outside of a run, compu
 
 import ctypes
 import platform
+import threading
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import triton_kernels
 from triton_kernels import CPU_BF16
@@ -44,3 +47,28 @@ def forget_cpu() -> None:
     """Undo what use_cpu chose: products in full precision, for tests and comparisons."""
     triton_kernels.cpu = None
     torch.set_float32_matmul_precision("highest")
+
+
+class _Exchange:
+    """A reduce-scatter under way: every rank gets the others' rows of its share, and adds them up, in the order of the ranks.
+    Faster: gloo's own copies the whole gradient and then sums all of it on every rank, for twice the bytes. Must hold: own,
+    a part of grad, is written only after grad has been sent; wait may be called twice, from several threads."""
+
+    def __init__(self, own: Tensor, grad: Tensor):
+        self.own, self.received, self.lock = own, torch.empty_like(grad), threading.Lock()
+        self.work = dist.all_to_all_single(self.received, grad, async_op=True)
+
+    def wait(self) -> None:
+        self.work.wait()
+        with self.lock:
+            if self.received is not None:
+                torch.sum(self.received.view(-1, len(self.own)), 0, out=self.own)
+                self.received = None
+
+
+def reduce_scatter(own: Tensor, grad: Tensor, async_op: bool) -> "dist.Work | _Exchange":
+    """Sum grad (W·n,) over the W ranks; own (n,), a part of it or not, becomes this rank's rows. The result has a wait()."""
+    if not grad.is_cuda:
+        return _Exchange(own, grad)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in PyTorch 2.13
+    return scatter(own, grad, async_op=async_op)

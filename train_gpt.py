@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Band, attend, band_bias, flash_attention, norm_and_rotate_qk, uses_flash
-from cpu import use_cpu
+from cpu import reduce_scatter, use_cpu
 from data.encodings import check_encoding
 from data.loader import (
     DataFacts, check_data, distributed_data_generator, synthetic_batch, to_device, train_pattern, val_pattern,
@@ -748,8 +748,7 @@ def normuon_update(
 # -----------------------------------------------------------------------------
 # Optimizer
 
-# PyTorch 2.13 renamed these two; 2.11 has the old names only.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# PyTorch 2.13 renamed it; 2.11 has the old name only. reduce_scatter: cpu.py
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

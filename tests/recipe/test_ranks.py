@@ -443,7 +443,8 @@ COPIES = {"cat", "stack", "clone", "copy_", "_to_copy", "new_zeros", "zeros_like
 def test_sharded_step_touches_whole_parameters_by_collectives_and_the_tied_transposes_alone(traced) -> None:
     for rank in traced:
         for step in rank:
-            assert sorted(step["update"]) == ["add_", "copy_"] * step["transposes"]
+            received = ["empty_like"] * len(step["gradients"])  # on a CPU, by each exchange: reduce_scatter of cpu.py
+            assert sorted(step["update"]) == sorted(["add_", "copy_"] * step["transposes"] + received)
 
 
 def test_gradients_are_reduced_where_autograd_left_them_and_weights_gathered_in_place(traced) -> None:
