@@ -748,7 +748,7 @@ def normuon_update(
 # -----------------------------------------------------------------------------
 # Optimizer
 
-# PyTorch 2.13 renamed it; 2.11 has the old name only. reduce_scatter: cpu.py
+# Renamed in PyTorch 2.13. reduce_scatter: cpu.py
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -1209,11 +1209,12 @@ def micro_batches(
 
 
 def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None:
-    """Run every shape of the schedule from first_step on: nothing compiles later. Then restore the state."""
+    """Run each shape from first_step on, or the first alone if nothing compiles; then restore the state."""
     model, optimizer, h = manager.model, manager.optimizer, manager.h
+    last_step = h.total_iterations if h.compile or ranks.device.type == "cuda" else first_step
     sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
     saved, seen = manager.state_dict(), set()
-    for step in range(first_step, h.total_iterations + 1):
+    for step in range(first_step, last_step + 1):
         now = step_schedule(step, h)
         for training in [True] * (step < h.total_iterations) + [False] * is_validated(step, h):
             tokens = (now.batch_tokens if training else h.val_batch_tokens) // h.micro_batches

@@ -58,9 +58,7 @@ class Run:
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
         """Find and check the checkpoint to resume, check the room for new ones, open the log. Raises AgreedError.
-
-        shards: names and contents; the resumed run's must be the same. facts: lines for the log's environment.
-        """
+        shards: names and contents; the resumed run's must be the same. facts: lines for the log's environment."""
         s, ranks, self.manager, self.shards = self.settings, self.ranks, manager, shards
         run_id, path = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}", None
         if s.resume:
@@ -79,7 +77,8 @@ class Run:
         header = checkpoints.resumption_note(path, saved, sources, facts) if s.resume else log_header(sources, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))
-        self.log.show("warm-up: every shape of the schedule" + ", compiled: minutes" * getattr(s, "compile", False))
+        compiles = getattr(s, "compile", False) or ranks.device.type == "cuda"
+        self.log.show("warm-up: every shape, compiled: minutes" if compiles else "warm-up: the first step's shapes")
 
     def restore(self) -> None:
         """The checkpoint's state, if one is resumed, into the manager's model and optimizer."""

@@ -39,8 +39,12 @@ def test_warm_up_runs_every_shape_that_training_uses(shards, tmp_path, monkeypat
 
     manager.max_val_doc_len = train_gpt.check_shards(h).longest
     manager.model.register_forward_pre_hook(record)
+    warm_up(manager, RANKS, first_step)  # on a CPU without the compiler
+    assert [s[0] for s in shapes].count(True) == 1 and len(shapes) <= 2
+    shapes.clear()
+    h.compile = True
     warm_up(manager, RANKS, first_step)
-    warmed = shapes.copy()
+    warmed, h.compile = shapes.copy(), False
     assert len(set(warmed)) == len(warmed)
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     monkeypatch.setattr(train_gpt, "build", lambda *_: manager)
