@@ -163,7 +163,7 @@ DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes", max_doc_len=384,
     model_dim=128, num_heads=4, head_dim=32, dtype="float32", compile=False,
     attention_scale=0.28,  # queries and keys have length √head_dim: narrow heads make small logits
-    num_scheduled_iterations=232, num_extension_iterations=8, batch_unit=72, micro_batches=2, block_size=32,
+    num_scheduled_iterations=280, num_extension_iterations=8, batch_unit=72, micro_batches=2, block_size=32,
     momentum_warmup=1000, muon_lr_mul=1.3, adam_lr_mul=1.5,  # short runs want low momentum, high rates
     val_every=100, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )  # fmt: skip
