@@ -201,7 +201,7 @@ def process_age() -> float:
 def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[int, list[str]]:
     """The number of ranks, and their options, once one process finds nothing wrong. Makes or fetches a preset's own data.
 
-    A script without settings, or with a runtime older than check_start, is started unchecked.
+    A script without settings, or older than check_start, as the demo's first record, is started unchecked.
     Raises SystemExit for options that are none; LaunchError, ValueError, OSError; CalledProcessError if there are no data.
     """
     import torch
@@ -210,7 +210,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     if asked and gpus and asked > gpus:
         raise LaunchError(f"RANKS={asked}: this machine shows {gpus} GPUs, and a rank needs its own", 1)
     run, settings = importlib.import_module("runtime.run"), importlib.import_module("runtime.options")  # of the script's tree
-    if not (hasattr(run, "check_start") and hasattr(script, "Hyperparameters") and hasattr(script, "PRESETS")):
+    if not (hasattr(run, "check_start") and all(hasattr(script, x) for x in ("Hyperparameters", "PRESETS", "check_shards"))):
         make_data(MAKERS["data/fineweb10B" if gpus else "data/local"], options)
         return asked or usual_ranks(gpus, 8), options
     s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
