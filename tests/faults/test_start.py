@@ -297,6 +297,15 @@ def test_a_script_without_settings_is_started_unchecked(start, tmp_path):
     assert start(script, "--data=x", "--any")[2] == (2, [PYTHON, "-u", f"{script}", "--data=x", "--any"])
 
 
+def test_so_is_the_source_of_the_first_record(shards, tmp_path):
+    """Older than check_shards: its page says that ./run.sh trains it again."""
+    record, again = ROOT / "records/2026-11-21_Demo/seed0.txt", tmp_path / "again"
+    subprocess.run([PYTHON, ROOT / "records/extract.py", record, again], check=True)
+    code = "from launch.start import *; print(check(load(Path(sys.argv[1])), sys.argv[2:], None))"
+    command = [PYTHON, "-c", code, again / "train_gpt.py", f"--data={shards}"]
+    assert subprocess.check_output(command, cwd=ROOT, text=True).splitlines()[-1] == f"(2, ['--data={shards}'])"
+
+
 def test_paths_mean_the_folder_in_which_the_user_stands(start, shards, tmp_path, monkeypatch):
     """Those that are not given are the project's."""
     monkeypatch.chdir(tmp_path)
