@@ -166,7 +166,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a query does not see the first key of its window", "kernels/references recipe/model",
          "(key < first_seen)", "(key <= first_seen)"),
         ("the gradient of q without the scale", "kernels/references",
-         "_bands(k, batch, rows, keys)).mul_(ctx.scale)", "_bands(k, batch, rows, keys))"),
+         "grad_q.mul_(ctx.scale)", "grad_q"),
     ),
     "data/loader.py": (
         ("the rest of a cut document is not dropped", "data/loader",
