@@ -21,7 +21,7 @@ import torch
 
 from data.encodings import decode, encode
 from data.loader import first_documents
-from launch.console import guard_console
+from launch.console import guard_console, printable
 from runtime import checkpoints
 from runtime.ranks import Ranks
 from triton_kernels import softcap
@@ -53,7 +53,7 @@ def keep_nucleus(probs: torch.Tensor, nucleus: float) -> torch.Tensor:
     if nucleus >= 1:
         return probs
     ranked, order = probs.sort(descending=True, stable=True)
-    outside = order[ranked.cumsum(0) - ranked >= nucleus]
+    outside = order[1:][(ranked.cumsum(0) - ranked)[1:] >= nucleus]  # not the likeliest: fp32 takes 1e-46 for 0
     return probs.index_fill(0, outside, 0)
 
 
@@ -105,7 +105,7 @@ def sample(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print prompt and text. Raises SystemExit, with code 1 or 2, after a message on stderr."""
+    """Print prompt and text, control characters as escapes. Raises SystemExit, code 1 or 2, after a message on stderr."""
     parser = argparse.ArgumentParser(description="Text from a checkpoint.")
     parser.add_argument("checkpoint", help="a file, or 'latest': the newest of all runs in --log_dir")
     parser.add_argument("prompt", help="how the document begins; may be empty")
@@ -121,14 +121,15 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--nucleus must be above 0 and at most 1")
     if not args.script.is_file():
         parser.error(f"--script={args.script}: no such file")
+    if args.script.suffix != ".py" or not hasattr(trainer := load_script(args.script), "Hyperparameters"):
+        parser.error(f"--script={args.script}: is no training script, such as train_gpt.py")
     try:
-        how = args.tokens, args.temperature, args.nucleus, args.log_dir
-        text = sample(load_script(args.script), args.checkpoint, args.prompt, *how)
+        text = sample(trainer, args.checkpoint, args.prompt, args.tokens, args.temperature, args.nucleus, args.log_dir)
         guard_console()
         sys.stdout.reconfigure(errors="replace")
-        print(f"{args.prompt}⟫{text}", flush=True)
+        print(printable(f"{args.prompt}⟫{text}"), flush=True)
     except (ValueError, OSError) as error:
-        print(f"sample.py: error: {error}", file=sys.stderr)
+        print(printable(f"sample.py: error: {error}"), file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -471,8 +471,13 @@ def run(mutants: list[Mutant], jobs: int = 1, baseline: bool = True, tell: Calla
 
 def known(results: Path | None) -> dict[Mutant, str]:
     """The tests that noticed changes in earlier calls; a change that none noticed is tried again."""
-    lines = results.read_text().splitlines() if results and results.exists() else []
-    found = {Mutant(*mutant): test for mutant, test in map(json.loads, lines)}
+    found = {}
+    for number, line in enumerate(results.read_text().splitlines() if results and results.exists() else [], 1):
+        try:
+            mutant, test = json.loads(line)
+            found[Mutant(*mutant)] = test
+        except (ValueError, TypeError):
+            raise ValueError(f"{results}: line {number} is no result: delete it, or name another file") from None
     return {mutant: test for mutant, test in found.items() if test}
 
 
@@ -514,10 +519,17 @@ def main(argv: list[str] | None = None) -> int:
     return int(missed > 0)
 
 
+def interrupt(number: int, _: Any) -> None:
+    raise KeyboardInterrupt(number)
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # none leaves tests that go on, or copies of the project
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
     try:
         sys.exit(main())
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         sys.exit(f"bench/mutants.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as interrupted:
+        sys.exit(128 + interrupted.args[0])

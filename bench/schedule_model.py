@@ -156,6 +156,8 @@ def simulate(
 def check(operations: list[Operation], lanes: Mapping[str, list[Operation]]) -> None:
     """Raise ModelError for names twice, unknown lanes or dependencies, and times that are none."""
     names = {op.name for op in operations}
+    if not names:
+        raise ModelError("a step without operations: give one at least")
     if len(names) < len(operations):
         twice = sorted({op.name for op in operations if sum(other.name == op.name for other in operations) > 1})
         raise ModelError(f"operations with the same name: {', '.join(twice)}: a name must stand once")

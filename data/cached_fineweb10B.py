@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.shards import (
-    DataError, HelpFormatter, ShardError, check_plain, locked, number_between, one_line, one_line_errors, read_json,
+    DataError, HelpFormatter, ShardError, check_plain, locked, named, number_between, one_line, one_line_errors, read_json,
     shard_name, verify_shard, write_json,
 )
 
@@ -127,7 +127,7 @@ def receive(url: str, part: Path) -> None:
         if response.status_code != 206:
             start = 0
         total = start + int(response.headers.get("Content-Length", 0)) or None
-        with open(part, "ab" if start else "wb") as file, progress_bar(part.name, start, total) as bar:
+        with named(part), open(part, "ab" if start else "wb") as file, progress_bar(part.name, start, total) as bar:
             for block in response.iter_bytes():
                 file.write(block)
                 bar.update(len(block))

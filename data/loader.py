@@ -75,29 +75,40 @@ def find_shards(pattern: str) -> list[str]:
 # Documents of a shard
 
 
+CHECKED: dict[str, int] = {}  # by path, the digests of the shards that check_data has read last: a run reads them again
+
+
+def read_unchanged(path: str, vocab_size: int | None) -> np.ndarray:
+    """As read_shard. Raises DataError, too, for other tokens than check_data has found there."""
+    tokens = read_shard(path, vocab_size)
+    if path in CHECKED and digest_of(tokens) != CHECKED[path]:
+        raise DataError(f"{path}: holds other tokens than at the start: leave shards alone while they are in use")
+    return tokens
+
+
+def digest_of(tokens: np.ndarray) -> int:
+    """CRC-32 of all tokens, by which a shard is known again: 0.1 s for 200 MB."""
+    return zlib.crc32(tokens)
+
+
 class Documents:
     """A shard in memory as documents, each cut at max_doc_len. What comes before the first end-of-text is dropped.
 
     tokens: (N,) uint16      starts: (documents,) where each begins in tokens      lengths: (documents,) after the cut
     ends: (documents + 1,) tokens before each document, after the cut; the last is the total
 
-    Raises DataError if no document begins in the shard, or as read_shard does.
+    Raises DataError if no document begins in the shard, or as read_unchanged does.
     """
 
     def __init__(self, path: str, max_doc_len: int, bos_id: int, vocab_size: int | None):
         self.path = path
-        self.tokens = read_shard(path, vocab_size)
+        self.tokens = read_unchanged(path, vocab_size)
         self.starts = np.flatnonzero(self.tokens == bos_id)
         if not len(self.starts):
             raise DataError(f"{path}: no document begins in it (no token {bos_id}): other shards, or --bos_id?")
         lengths = np.diff(self.starts, append=len(self.tokens))
         self.lengths = np.minimum(lengths, max_doc_len)
         self.ends = np.concatenate(([0], np.cumsum(self.lengths)))
-
-    @property
-    def digest(self) -> int:
-        """CRC-32 of all tokens, by which a resumed run knows them again: 0.1 s for 200 MB."""
-        return zlib.crc32(self.tokens)
 
     def plan(self, first: int, slices: int, length: int) -> list[tuple[int, int]] | None:
         """Documents [i, j) of each slice of `length` tokens, from document `first` on; None if the shard cannot fill all."""
@@ -345,7 +356,7 @@ def distributed_data_generator(
         raise DataError(f"{pattern}: the tokens end after {steps} steps")
 
     def contiguous_batches() -> Iterator[MicroBatch]:
-        tokens, step, position = read_shard(files[0], vocab_size), 0, 0
+        tokens, step, position = read_unchanged(files[0], vocab_size), 0, 0
         while position + tokens_at(step) < len(tokens):
             n = tokens_at(step) // micro_batches
             for i in mine if step >= first_step else ():
@@ -385,15 +396,17 @@ def check_data(
     """Raise DataError if the shards cannot feed all steps, or the validation: before step 0, not at step 1700.
 
     batch_tokens: tokens of a step's batch. val_tokens: of the first validation shard, from its start, in whole batches of
-    val_batch_tokens. Every micro-batch is planned, and its documents counted; none is made.
+    val_batch_tokens. Every micro-batch is planned, and its documents counted; none is made. Who reads these shards later in
+    this process finds these tokens, or an error.
     """
     val, train = find_shards(val_pattern(folder)), find_shards(train_pattern(folder))
     shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in (*train, *val)}
     most, faults = 0, []  # most documents in a micro-batch; where there are too many
+    CHECKED.clear()
 
     def note_digest(documents: Documents) -> str:
-        name = os.path.basename(documents.path)
-        shards[name] += f", CRC-32 {documents.digest:08x}"
+        name, CHECKED[documents.path] = os.path.basename(documents.path), digest_of(documents.tokens)
+        shards[name] += f", CRC-32 {CHECKED[documents.path]:08x}"
         return shards[name]
 
     def count(documents: int, T: int, where: str) -> None:

@@ -205,7 +205,7 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
     temporary.unlink(missing_ok=True)
     file = open(temporary, "xb")  # never through a link that has come since
     try:
-        with file:
+        with named(path), file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -214,6 +214,17 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An OSError that names no file, such as a full disk's, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = f"{path}"
+        raise
 
 
 def check_plain(path: Path) -> bool:
@@ -300,12 +311,14 @@ def one_line(text: object) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Ends the program with one line and exit code 1 on an error the user can mend (DataError, OSError) and on Ctrl-C."""
+    """Ends the program with one line and code 1 on an error the user can mend (DataError, OSError, memory) and on Ctrl-C."""
     tool = Path(sys.argv[0]).name
     try:
         yield
     except (DataError, OSError) as error:
         sys.exit(f"{tool}: error: {one_line(error)}")
+    except MemoryError as error:
+        sys.exit(f"{tool}: error: not enough memory: {one_line(error) or 'lower --shard_tokens or --workers'}")
     except KeyboardInterrupt:
         sys.exit(f"{tool}: interrupted; the same command goes on from here")
 

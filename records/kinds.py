@@ -112,7 +112,8 @@ def kind(log: RunLog, any_source: bool = False) -> dict:
     files = {"": log.script[1], **dict(sorted(log.modules.items()))}  # the script under any name
     sources = () if any_source else tuple((name, normalised(source)) for name, source in files.items())
     settings = tuple(sorted(log.recipe_settings.items()))
-    return {"sources": sources, "settings": settings, "number of steps": log.validations[-1][0]} | made_with(log)
+    shards = {"shards": ", ".join(f"{name} {digest}" for name, digest in sorted(log.shards.items()))} if log.shards else {}
+    return {"sources": sources, "settings": settings, "number of steps": log.validations[-1][0]} | shards | made_with(log)
 
 
 def differing(a: dict, b: dict) -> str:

@@ -48,7 +48,7 @@ def names_of(scripts: list[Path]) -> list[str]:
 
 def sources(scripts: list[Path]) -> dict[str, str]:
     """The digest of each file that a run may import: the project's, and those beside the scripts."""
-    folders = {ROOT, ROOT / "runtime", ROOT / "data", *(script.parent for script in scripts)}
+    folders = {ROOT, *(ROOT / name for name in ("data", "launch", "runtime")), *(script.parent for script in scripts)}
     files = {path for folder in folders for path in folder.glob("*.py")}
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 

@@ -110,6 +110,12 @@ class RunLog:
             found["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(names.items()))
         return found
 
+    @cached_property
+    def shards(self) -> dict[str, str]:
+        """The digest of each shard that the run has read, by name; empty in logs that do not tell."""
+        line = re.search(r"^shards: (.+)$", self.environment, re.MULTILINE)
+        return dict(re.findall(r"'([^']+)' ([0-9a-f]{8})\b", line[1])) if line else {}
+
     @property
     def recipe_settings(self) -> dict[str, str]:
         """The settings in which runs of one experiment agree; of data the folder's name, as folders move."""

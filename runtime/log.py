@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.shards import whole_file
-from launch.console import console, encoded
+from launch.console import console, encoded, printable
 from launch.signals import STOPS
 from launch.sources import holds_run
 from runtime.ranks import Ranks
@@ -70,7 +70,7 @@ class Log:
             self._put()
         except OSError as error:
             if not self.warned:
-                self.show(f"{self.path}: {error}: the run goes on, the log's lines wait for room")
+                self.show(f"{self.path}: {error.strerror or error}: the run goes on, the log's lines wait for room")
             self.warned = True
         if console:
             self.show(text)
@@ -96,9 +96,9 @@ class Log:
         self.place, self.size = (found.st_dev, found.st_ino), found.st_size
 
     def show(self, text: str) -> None:
-        """For the console alone."""
+        """For the console alone; a sample or a name cannot move its cursor."""
         if not self.quiet:
-            console(("\r\x1b[K" if self.live else "") + text)
+            console(("\r\x1b[K" if self.live else "") + printable(text))
 
     def progress(self, line: str, live_line: str) -> None:
         """A step's line: into the log; on a terminal as the live line, in a pipe as it is."""

@@ -36,10 +36,6 @@ class Ranks(NamedTuple):
             dist.all_gather_object(items, item)
         return items
 
-    def leave_together(self) -> None:
-        """A rank that leaves breaks the connections of those still at work: wait until all are here."""
-        self.gather(None)
-
     def raise_together(self, error: Exception | None) -> None:
         """Raise AgreedError on every rank if any has an error."""
         for rank, message in enumerate(self.gather(error and (f"{error}" or repr(error)))):
@@ -49,10 +45,11 @@ class Ranks(NamedTuple):
                     time.sleep(2)
                 raise AgreedError(message if rank == 0 else f"rank {rank}: {message}")
 
-    def check_same(self, found: str) -> None:
-        """Raise AgreedError on every rank if one has found something other than the first."""
-        expected = self.gather(found)[0]
-        self.raise_together(None if found == expected else RunError(f"found {found}, but rank 0 {expected}"))
+    def check_same(self, found: dict[str, Any]) -> None:
+        """Raise AgreedError on every rank, with the first differences, if one has found something other than the first."""
+        first = self.gather(found)[0]
+        other = [f"{x} is {found.get(x)}, on rank 0 {first.get(x)}" for x in {**first, **found} if found.get(x) != first.get(x)]
+        self.raise_together(RunError(f"{'; '.join(other[:3])}: must be the same on all ranks") if other else None)
 
     def on_all(self, function: Callable, *args: Any) -> Any:
         """function(*args) on every rank: a ValueError or OSError of one is raised on each of them, as an AgreedError."""

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from data.loader import FetchedAhead
 from data.shards import lock_run
-from launch.console import RunError, Stopped, tell
+from launch.console import RunError, Stopped, encoded, tell
 from launch.machine import machine_facts, peak_memory
 from launch.signals import FAULT, Signals
 from launch.sources import Sources, holds_run
@@ -57,23 +58,25 @@ class Run:
             self.lock.close()
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
-        """Find and check the checkpoint to resume, check the room for new ones, open the log. Raises AgreedError.
-        shards: names and contents; the resumed run's must be the same. facts: lines for the log's environment."""
+        """Check that all ranks do the same, the checkpoint to resume, the room for new ones; open the log. Raises AgreedError.
+        shards: names and contents; the resumed run's must be the same. facts: more lines for the log's environment."""
         s, ranks, self.manager, self.shards = self.settings, self.ranks, manager, shards
-        run_id, path = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}", None
+        sources, run_id, path = self.sources.imported(), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}", None
+        same = {f"--{x}": value for x, value in dataclasses.asdict(s).items() if x not in ("data", "log_dir")} | shards
+        ranks.check_same(same | {x: f"CRC-32 {zlib.crc32(encoded(text)):08x}" for x, text in sources.items()})
         if s.resume:
             path, saved = ranks.on_all(checkpoints.find_checkpoint, s.resume, s.log_dir, s.run_id)
             ranks.on_all(checkpoints.check_fits, path, saved, dataclasses.asdict(s), shards)
             ranks.on_all(checkpoints.check_usable, path, saved, manager, self.total)
             self.resumed, self.first_step, self.clock.before, run_id = saved, saved["step"], saved["seconds"], saved["run_id"]
-        ranks.check_same(f"{path} at step {self.first_step}")
+        ranks.check_same({"the checkpoint": f"{path} at step {self.first_step}"})
         s.run_id = s.run_id or run_id
         self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
         self.lock = ranks.on_all(*(lock_run, Path(s.log_dir, f"{s.run_id}.lock"), tell) if ranks.first else (str,))
         room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves)
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
+        facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
-        sources = self.sources.imported()
         header = checkpoints.resumption_note(path, saved, sources, facts) if s.resume else log_header(sources, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))

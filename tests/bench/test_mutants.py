@@ -4,7 +4,10 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 
 from bench import mutants
 from bench.mutants import MUTANTS, Mutant, changed, main, path_of
-from common import wait_until
+from common import text_of, wait_until
 
 ROOT = Path(mutants.ROOT)
 PAGE = ROOT / "tests" / "README.md"
@@ -129,6 +132,29 @@ def test_ctrl_c_ends_the_tests_that_run(project, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         main(["--no-baseline"])
     assert not mutants.RUNNING
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_neither_tests_that_run_nor_a_copy(tmp_path, number):
+    """Of the command itself; its tests are in a session of their own."""
+    command = [sys.executable, f"{ROOT / 'bench/mutants.py'}", "--only=an empty shard is whole", "--no-baseline"]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": f"{tmp_path}"}, stderr=subprocess.PIPE, text=True)
+    tasks = Path(f"/proc/{process.pid}/task")
+    started = lambda: [child for task in tasks.iterdir() for child in text_of(task / "children").split()]
+    wait_until(started)
+    (tests,) = started()
+    time.sleep(0.3)  # pytest's own start takes longer
+    process.send_signal(number)
+    assert "Traceback" not in process.communicate(timeout=60)[1] and process.returncode == 128 + number
+    assert not Path("/proc", tests).exists() and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", ["junk", "{}", '[["a"], "b"]', '[["a", "b'])
+def test_a_file_that_holds_no_results_is_named(tmp_path, line):
+    results = tmp_path / "results"
+    results.write_text(f'{json.dumps([CHANGES["noticed"], "test_a.py::test_b"])}\n{line}\n')
+    with pytest.raises(ValueError, match=f"{results}: line 2 is no result: delete it, or name another file"):
+        mutants.known(results)
 
 
 def test_tests_that_fail_without_a_change_prove_nothing(project, monkeypatch):

@@ -93,6 +93,7 @@ def test_exposed_time_has_a_reason_and_the_critical_path_no_gaps() -> None:
         ([Operation("a", COMPUTE, 1, ("b",)), Operation("b", COMPUTE, 1)], "never ends: a waits for b"),
         ([Operation("a", COMPUTE, 1, ("c",))], "a is after c, which is no operation"),
         ([Operation("a", COMPUTE, 1), Operation("a", COMPUTE, 1)], "same name: a"),
+        ([], "a step without operations"),
         ([Operation("a", "network", 1)], "no lane 'network'"),
         ([Operation("a", COMPUTE, float("nan"))], "a takes nan seconds"),
     ],

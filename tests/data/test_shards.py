@@ -2,6 +2,8 @@
 
 import errno
 import os
+import resource
+import signal
 import stat
 import threading
 from pathlib import Path
@@ -175,6 +177,21 @@ def test_a_disk_that_fails_leaves_the_old_file_or_the_new_and_no_other(
     assert content_of(tmp_path) == {"f": left}
 
 
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """Of itself it does not. An error without a number stays as it is."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/f.bin'"):
+            write_shard(tmp_path / "f.bin", [1] * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(OSError, match="^why$"), whole_file(tmp_path / "f.bin"):
+        raise OSError("why")
+    assert content_of(tmp_path) == {}
+
+
 def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path: Path, disk: Disk) -> None:
     disk.fail_at, disk.error = 2, OSError(errno.EINVAL, "Invalid argument")
     with whole_file(tmp_path / "f") as file:
@@ -232,6 +249,10 @@ def test_an_error_is_one_line_that_writes_nothing_to_the_terminal_but_itself() -
     assert one_line("a\n b\t\x1b[31mred \x00 \udc80 é €") == r"a b \x1b[31mred \x00 \udc80 é €"
     with pytest.raises(SystemExit, match=r"error: no\\x1b\[2J line$"), one_line_errors():
         raise DataError("no\x1b[2J\nline")
+    with pytest.raises(SystemExit, match="error: not enough memory: Unable to allocate"), one_line_errors():
+        np.empty(1 << 60, dtype=np.uint8)
+    with pytest.raises(SystemExit, match="error: not enough memory: lower --shard_tokens or --workers"), one_line_errors():
+        raise MemoryError
 
 
 # ----------------------------------------------------------------------------------------------------------------------

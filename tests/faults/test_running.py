@@ -327,11 +327,19 @@ def last_shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*_train_*"))[9:]
 
 
+def put_other(shard: Path) -> None:
+    """As many tokens, as many documents, and other ones: as a tool does that makes the shards again."""
+    tokens = read_shard(shard)
+    write_shard(shard, np.where(tokens == 256, tokens, tokens ^ 1))
+
+
 FAILURES = {  # what becomes of the shards, the message, and --save_every
     "deleted": (lambda f: [path.unlink() for path in last_shards(f)], r"local_train_0000\d\d.bin: no such file", 99),
     "cut": (lambda f: [os.truncate(path, 2000) for path in last_shards(f)], r"train_0000\d\d.bin: its header .*truncated", 0),
     "validation deleted": (lambda f: [path.unlink() for path in f.glob("*_val_*")], r"no shard matches .*_val_", 99),
     "validation cut": (lambda f: [os.truncate(path, 1500) for path in f.glob("*_val_*")], r"local_val_.*truncated", 0),
+    "replaced": (lambda f: [put_other(path) for path in last_shards(f)], r"local_train_0000\d\d.bin: holds other tokens", 99),
+    "validation replaced": (lambda f: [put_other(path) for path in f.glob("*_val_*")], "local_val_.*: holds other tokens", 0),
 }  # fmt: skip
 
 

@@ -94,6 +94,8 @@ MADE_OTHERWISE = {
         "environment": ENVIRONMENT.replace("1: _CudaDeviceProperties(name='NVIDIA H100 80GB HBM3', major=9)\n", "")},
     "attention varlen_attn, FA3 → varlen_attn, FA2": {"environment": ENVIRONMENT.replace("FA3", "FA2")},
     "resumption with changed source": {"environment": f"{ENVIRONMENT}\n{CHANGED}"},
+    "shards (none) → a_train_0.bin 1a2b3c4d, a_val_0.bin 00000001": {"environment": ENVIRONMENT.replace(
+        "SCRIPT", "shards: 'a_val_0.bin' 00000001, 'a_train_0.bin' 1a2b3c4d\nSCRIPT")},
     "--data 'fineweb10B' → 'mine'": {"environment": ENVIRONMENT.replace("lr=0.5", "lr=0.5, data='data/mine'")},
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -115,6 +116,14 @@ def test_the_log_of_a_run_that_goes_on_is_left_alone(track, tmp_path):
     (tmp_path / "calls.txt.fails").unlink()
     track()
     assert (folder / "seed0.cut1.txt").exists()
+
+
+def test_every_source_of_a_run_is_watched(tmp_path):
+    """What a run's log would hold."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt as t; print(*t.SOURCES.imported(), sep=chr(10))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    imported = {str(ROOT / name) for name in done.stdout.splitlines()}
+    assert len(imported) > 20 and imported <= race.sources([ROOT / "train_gpt.py"]).keys()
 
 
 @pytest.mark.parametrize("what", ["source", "module", "option", "foreign log", "logs without a race", "broken notes"])

@@ -157,6 +157,16 @@ def test_resumed_runs_and_copies_are_warned_of(tmp_path):
     assert f"2 runs of b, such as {tmp_path / 'b' / '0.txt'}, have the times and losses of a run of a" in found
 
 
+def test_shards_that_were_made_again_are_held_against_a_comparison(tmp_path):
+    """The same names, other tokens. A longer run reads more shards, which is no matter."""
+    texts = ("'a_val_0.bin' 0000000a", "'a_val_0.bin' 0000000a, 'a_train_1.bin' 0000000c", "'a_val_0.bin' 0000000b")
+    a, longer, other = (runs(tmp_path / f"{i}", TIMES, environment=ENVIRONMENT.replace("SCRIPT", f"shards: {text}\nSCRIPT"))
+                        for i, text in enumerate(texts))  # fmt: skip
+    said = "1 shard, such as a_val_0.bin, held other tokens when 2 ran than when 0 did: neither losses nor times compare"
+    assert said in verdict.compare([a, longer, other], 3.28)[2]["cautions"]
+    assert not any("other tokens" in caution for caution in verdict.compare([a, longer, other], 3.28)[1]["cautions"])
+
+
 def test_runs_that_failed_are_in_the_verdict(tmp_path):
     write_runs(tmp_path / "new", [90_000, 90_500], LOSSES[:2], steps=50)
     for i in range(2):

@@ -10,12 +10,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import common
-from common import ROOT, launch, options, text_of, torchrun, wait_until
+import train_gpt
+from common import ROOT, SCRIPT, launch, options, text_of, tiny_settings, torchrun, wait_until
+from data.shards import read_shard, write_shard
 from launch.console import AgreedError, RunError
 from runtime import ranks as runtime_ranks
 from runtime.ranks import Ranks
@@ -103,8 +106,8 @@ def agree(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "gather": ranks.gather({"rank": rank}),
         "collect": {name: (x, ranks.collect(x)) for name, x in tensors.items()},
-        "same": ranks.check_same("a at step 3"),
-        "other": raised(ranks.check_same, f"{'ab'[rank]} at step {rank}"),
+        "same": ranks.check_same({"a": 3}),
+        "other": raised(ranks.check_same, {"a": 3, "b": rank, "cd"[rank]: 5}),
         "result": ranks.on_all(fail_on, -1, ranks, ValueError("no")),
         "first fails": raised(ranks.on_all, fail_on, 0, ranks, ValueError("of the first")),
         "second fails": raised(ranks.on_all, fail_on, 1, ranks, OSError("of the second")),
@@ -134,7 +137,7 @@ def test_one_rank_alone_has_what_it_sends():
     ranks, x = Ranks(0, 1, torch.device("cpu")), torch.arange(6).view(2, 3).to(torch.uint16)
     assert ranks.gather("x") == ["x"] and ranks.on_all(max, 1, 2) == 2
     assert common.unequal(dict(enumerate(ranks.collect(x))), {0: x}) == []
-    ranks.check_same("anything")
+    ranks.check_same({"a": "anything"})
     with pytest.raises(AgreedError, match="^no$"):
         ranks.on_all(fail_on, 0, ranks, ValueError("no"))
 
@@ -148,7 +151,8 @@ def test_an_error_of_one_rank_is_raised_on_each_with_its_rank(agreed):
 
 
 def test_ranks_that_found_another_thing_than_the_first_are_named(agreed):
-    assert [found["other"] for found in agreed] == ["rank 1: found b at step 1, but rank 0 a at step 0"] * 2
+    message = "rank 1: b is 1, on rank 0 0; c is None, on rank 0 5; d is 5, on rank 0 None"
+    assert [found["other"] for found in agreed] == [f"{message}: must be the same on all ranks"] * 2
 
 
 # -----------------------------------------------------------------------------
@@ -171,6 +175,35 @@ def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
     assert result.returncode == 1
     assert re.search(rf"nodes.py: error: rank 1: no shard matches {lonely}/\*_train_\*.bin", result.stderr), result.stderr
     assert result.stderr.count("no shard matches") == 1 and not list((tmp_path / "logs").glob("*"))
+
+
+NODES = {  # what differs on the second node; what all ranks say
+    "option": (dict(muon_lr_mul=1.25), "", b"", "--muon_lr_mul is 1.25, on rank 0 1.3"),
+    "number of steps": (dict(num_extension_iterations=3), "", b"", "--num_extension_iterations is 3, on rank 0 2"),
+    "tokens": ({}, "local_train_000000.bin", b"", r"local_train_000000.bin is .*, CRC-32 \w+, on rank 0 .*, CRC-32 \w+"),
+    "one shard more": ({}, "local_train_000007.bin", b"", "local_train_000007.bin is .* tokens, on rank 0 None"),
+    "source": ({}, "", b"# more", rf"{re.escape(SCRIPT.name)} is CRC-32 \w{{8}}, on rank 0 CRC-32 \w{{8}}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NODES)
+def test_a_node_that_would_train_something_else_stops_all_ranks(run_ranks, shards, tmp_path, case):
+    """Each with its own folder of shards and its own source: it would end with figures of neither."""
+    messages = run_ranks(2, second_node, shards, tmp_path, case)
+    assert messages[0] == messages[1] and not list((tmp_path / "logs").glob("*"))
+    assert re.match(f"rank 1: {NODES[case][3]}: must be the same on all ranks", messages[0]), messages[0]
+
+
+def second_node(rank: int, world_size: int, shards: Path, folder: Path, case: str) -> str:
+    """The message of the run on this rank."""
+    options, shard, line, _ = NODES[case] if rank else ({}, "", b"", "")
+    data = shutil.copytree(shards, folder / f"node{rank}")
+    if shard:
+        tokens = read_shard(data / "local_train_000000.bin")
+        write_shard(data / shard, np.where(tokens == 256, tokens, tokens ^ 1))
+    train_gpt.SOURCES.contents[train_gpt.SOURCES.path] += line
+    train_gpt.warm_up = lambda *_: None
+    return raised(train_gpt.train, tiny_settings(data, folder, **options), Ranks(rank, world_size, torch.device("cpu")))
 
 
 def ranks_of(launcher: int) -> dict[int, int]:

@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import cpu
 
 from common import ROOT, launch, lines_of, options
+from data.shards import read_shard
 from runtime.log import Clock, step_line
 from train_gpt import main
 
@@ -33,6 +35,11 @@ def test_the_log_names_the_environment(finished):
     environment = finished[1].read_text().split("=" * 100 + "\n")[1]
     assert f"PyTorch {torch.__version__}" in environment and f"Python {sys.version.split()[0]}" in environment
     assert "Triton" in environment and "2 ranks" in environment and "batch_unit=32" in environment
+
+
+def test_the_log_tells_what_the_shards_held(finished, shards):
+    digests = [f"{path.name!r} {zlib.crc32(read_shard(path)):08x}" for path in sorted(shards.glob("*.bin"))]
+    assert f"\nshards: {', '.join(digests)}\n" in finished[1].read_text()
 
 
 def test_the_log_has_every_step_and_every_loss_in_the_public_speedruns_format(finished):

@@ -9,7 +9,7 @@ import torch
 import sample
 import train_gpt
 import triton_kernels
-from common import SCRIPT, options
+from common import ROOT, SCRIPT, lines_of, options
 from data.loader import first_documents
 from data.shards import write_shard
 from runtime.checkpoints import read_checkpoint
@@ -65,6 +65,8 @@ def test_sampling_computes_with_the_saved_weights(logs, monkeypatch):
         *[(["x", "y", f"--temperature={t}"], "must be positive and finite", 2) for t in ("inf", "nan", "0", "-1", "1e999")],
         *[(["x", "y", f"--nucleus={n}"], "--nucleus must be above 0 and at most 1", 2) for n in ("0", "1.1", "nan", "-1")],
         (["x", "y", "--script=/nowhere.py"], "/nowhere.py: no such file", 2),
+        *[(["x", "y", f"--script={ROOT / name}"], f"{name}: is no training script, such as train_gpt.py", 2)
+          for name in ("README.md", "run.sh", "data/encodings.py")],
     ],
 )
 def test_sampling_refuses_clearly(capsys, arguments, message, code):
@@ -103,9 +105,20 @@ def test_a_prompt_that_fills_the_model_is_refused_and_a_text_that_would_is_said_
     assert err == ("sample.py: writes 1 tokens, not 2: the model takes 384 in all\n" if length == 382 else "")
 
 
+def test_what_a_model_writes_cannot_move_a_cursor(logs, shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """Control characters of a prompt, a shard or a model are escapes on the console, of a run and of sample.py."""
+    monkeypatch.setattr(sample, "decode", lambda *_: "\x1b[2Jé\r\x07\x9b\u202e")
+    main(options(shards, tmp_path, sample_tokens=9))
+    sample.main([f"{logs / 'run' / 'step_000008.pt'}", "\x1b[31m", "--tokens=2", f"--script={SCRIPT}"])
+    printed = capsys.readouterr().out
+    assert printed.count("\\x1b[2Jé\\r\\x07\\x9b\\u202e") == 7 and "\n\\x1b[31m⟫" in printed
+    assert not {*"\x1b\r\x07\x9b\u202e"} & {*printed}
+    assert "\x1b[2Jé" in lines_of(tmp_path / "logs" / "run.txt")  # as it is
+
+
 @pytest.mark.parametrize(
     "nucleus, kept",
-    [(1e-9, [2]), (0.5, [2]), (0.51, [2, 0]), (0.75, [2, 0]), (0.76, [2, 0, 1]), (0.9, [2, 0, 1, 3]), (1, [2, 0, 1, 3])],
+    [*[(n, [2]) for n in (5e-324, 1e-46, 1e-9)], (0.5, [2]), (0.51, [2, 0]), (0.75, [2, 0]), (0.76, [2, 0, 1]), (0.9, [2, 0, 1, 3]), (1, [2, 0, 1, 3])],
 )
 def test_the_nucleus_is_the_fewest_likeliest_that_reach_its_share(nucleus, kept):
     probs = torch.tensor([0.25, 0.125, 0.5, 0.125])  # equal ones in their order
