@@ -51,10 +51,12 @@ from runtime.options import check_values, is_plain_name, parse_options, setting
 from runtime.ranks import Ranks, join_ranks
 from runtime.run import Run
 from sample import sample_text
+from tail_averages import TAIL_TABLE, TailAverages
 from tracer import Tracer, steps_of
 from triton_kernels import (
-    XTX, XXT, aX_plus_BX, ba_plus_cAA, cache_sized, fp8_head_loss, fused_on_gpu, has_fp8, linear, lookup,
-    norm, relu_squared_mlp, residual_add, softcapped_cross_entropy, transpose_add, transpose_copy,
+    XTX, XXT, aX_plus_BX, ba_plus_cAA, cache_sized, fp8_head_loss, fused_on_gpu, has_fp8, join_mantissa,
+    linear, lookup, norm, relu_squared_mlp, residual_add, softcapped_cross_entropy, split_mantissa,
+    transpose_add, transpose_copy,
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -93,6 +95,7 @@ class Hyperparameters:
     muon_lr_mul: float = setting(1.0, "multiplies the table's learning rates of NorMuon")
     momentum_warmup: int = setting(300, "steps over which NorMuon's momentum rises", least=0)
     momentum_cooldown: int = setting(50, "last steps over which it falls back", least=0)
+    tail_averages: bool = setting(False, "end on averages of late weights: tail_averages.py")
     # validation
     val_every: int = setting(250, "steps between validations; 0: only at the end", least=0)
     val_tokens: int = setting(10_485_760, "tokens of the validation shard, from its start")
@@ -691,17 +694,6 @@ def normuon_scale(u: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     return u * (scale * (norm / scaled_norm.clamp_min(1e-10)))
 
 
-def join_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """The fp32 numbers whose upper halves are p (bf16) and whose lower halves are mantissa (uint16)."""
-    return ((p.view(torch.int16).to(torch.int32) << 16) | mantissa.to(torch.int32)).view(torch.float32)
-
-
-def split_mantissa(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 x as (bf16 upper half, truncated, and uint16 lower half): join_mantissa gives back every bit."""
-    bits = x.contiguous().view(torch.int32)
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.uint16)
-
-
 @fused_on_gpu
 def adam_update(
     p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
@@ -1068,6 +1060,7 @@ class TrainingManager:
         self.model, self.h = model, h
         self.optimizer = NorMuonAndAdam(model.named_parameters(), param_table(h), SCATTER_ORDER, WORK_ORDER)
         self.optimizer.grad_divisor = h.micro_batches
+        self.tails = TailAverages(self.optimizer, TAIL_TABLE if h.tail_averages else (), h.total_iterations)
         self.own_rows = self.optimizer.own_rows  # by label
         self.split_step = split_step(h.num_scheduled_iterations)
         self.windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
@@ -1235,6 +1228,7 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
         optimizer.step(do_adam)
         if then_split:
             optimizer.split_tied()
+    manager.tails.after_step(h.total_iterations - 1)
     manager.load_state_dict(saved)
     manager.advance_schedule(0)
     model.train()
@@ -1323,6 +1317,8 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
             run.agree_on_loss(step)  # an infinity or NaN ends the run here, before it reaches the weights
             with tracer.traced(step, manager.optimizer):
                 manager.step_optimizers(step)
+            if report := manager.tails.after_step(step):  # the last: the weights are now their averages
+                run.log.write(report, console=True)
             run.end_step()
         batches.close()
         run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)

@@ -1056,6 +1056,21 @@ fp8_head_loss.kernel("cuda")(lambda *inputs, **scales: fp8_head_loss_op(*inputs,
 
 
 # -----------------------------------------------------------------------------
+# fp32 weights in 16 + 16 bits: a bf16 parameter, and its lower halves beside it
+
+
+def join_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
+    """The fp32 numbers whose upper halves are p (bf16) and whose lower halves are mantissa (uint16)."""
+    return ((p.view(torch.int16).to(torch.int32) << 16) | mantissa.to(torch.int32)).view(torch.float32)
+
+
+def split_mantissa(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 x as (bf16 upper half, truncated, and uint16 lower half): join_mantissa gives back every bit."""
+    bits = x.contiguous().view(torch.int32)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.uint16)
+
+
+# -----------------------------------------------------------------------------
 # What the machine wants
 
 CPU_CACHE_ELEMENTS = 262_144  # of one tensor, so that those of a whole update stay in a core's cache or near it

@@ -21,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt
 from bench.settings import model_of, trainer_settings
+from tail_averages import TAIL_TABLE, Tail, initial_averages
 from train_gpt import WORK_ORDER, Hyperparameters, NorMuon, ParamConfig, param_table
 
 # -----------------------------------------------------------------------------
@@ -187,18 +188,23 @@ def balance_table(parameters: dict[str, Parameter], table: dict[str, ParamConfig
     return markdown(head, rows)
 
 
-def state_bytes(parameter: Parameter, config: ParamConfig, world_size: int = 1) -> int:
-    """Bytes of a parameter's optimizer state on the rank that has the most."""
+def state_bytes(
+    label: str, parameter: Parameter, config: ParamConfig, world_size: int = 1, tails: tuple[Tail, ...] = ()
+) -> int:  # fmt: skip
+    """Bytes of a parameter's optimizer state on the rank that has the most; tails: the table of averages."""
     rows = rows_of(parameter, config)
     share = rows[: -(-len(rows) // world_size)] if config.comms == "sharded" else rows
-    return sum(x.nbytes for x in config.initial_state(share).values() if isinstance(x, Tensor))
+    state = config.initial_state(share) | initial_averages(label, tails, share)
+    return sum(x.nbytes for x in state.values() if isinstance(x, Tensor))
 
 
 def memory_table(parameters: dict[str, Parameter], h: Hyperparameters, world_sizes: list[int]) -> str:
-    """Megabytes of optimizer state on the fullest rank: fp32 moments, NorMuon's second a number a row; mantissas of bf16."""
+    """Megabytes of optimizer state on the fullest rank: fp32 moments, NorMuon's second a number a row; mantissas of bf16;
+    fp32 averages, if the settings want them."""
+    tails = TAIL_TABLE if h.tail_averages else ()
 
     def total(table: dict[str, ParamConfig], W: int) -> float:
-        return sum(state_bytes(parameters[label], row, W) for label, row in table.items()) / 1e6
+        return sum(state_bytes(label, parameters[label], row, W, tails) for label, row in table.items()) / 1e6
 
     rows = []
     for comms in ("sharded", "replicated"):

@@ -484,6 +484,7 @@ def memory(bench: Bench) -> tuple[str, dict]:
     """What a micro-batch keeps for its backward pass, from the shapes alone; on a GPU also the peak of such a pass."""
     from bench.communication import model_parameters, state_bytes
     from bench.settings import largest_batch
+    from tail_averages import TAIL_TABLE
     from train_gpt import Hyperparameters, param_table
 
     h, rows, data = Hyperparameters(), [], []
@@ -496,10 +497,11 @@ def memory(bench: Bench) -> tuple[str, dict]:
         logits = vocab * h.val_batch_tokens // micro_batches * parameters["lm_head"].dtype.itemsize
         rows.append([micro_batches, f"{tokens:,}", f"{saved / 2**30:.2f}", f"{logits / 2**30:.2f}", measured])
         data.append({"micro_batches": micro_batches, "saved": saved, "validation_logits": logits, "peak": measured})
-    fixed = 0
+    fixed, tails = 0, TAIL_TABLE if h.tail_averages else ()
     for label, row in param_table(h).items():
         shape, dtype = parameters[label]
-        fixed += 2 * math.prod(shape) * dtype.itemsize + state_bytes(parameters[label], row)  # 2: weight and gradient
+        fixed += 2 * math.prod(shape) * dtype.itemsize  # weight and gradient
+        fixed += state_bytes(label, parameters[label], row, tails=tails)
     header = ["micro-batches", "tokens each", "saved for backward, GiB", "logits of a validation pass, GiB"]
     header.append("measured: peak of a training pass above the state, GiB")
     text = table(header, rows)

@@ -9,6 +9,7 @@ import pytest
 from bench import communication
 from bench.settings import trainer_settings
 from common import ROOT, train_gpt
+from tail_averages import TAIL_TABLE
 from train_gpt import PARAM_TABLE, TrainingManager
 
 
@@ -22,15 +23,16 @@ def test_the_readme_shows_the_tables_that_communication_prints(
     assert len(tables) == 3 and [table.splitlines()[0] for table in tables if table.strip() not in readme] == []
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_state_on_one_rank_is_as_large_as_the_table_says(dtype: str) -> None:
-    h = trainer_settings(["--preset=demo", f"--dtype={dtype}", "--model_dim=32", "--num_heads=2", "--head_dim=16"])
+@pytest.mark.parametrize("dtype, averages", [("bfloat16", False), ("float32", False), ("bfloat16", True), ("float32", True)])
+def test_state_on_one_rank_is_as_large_as_the_table_says(dtype: str, averages: bool) -> None:
+    chosen = ["--preset=demo", f"--dtype={dtype}", f"--tail_averages={averages}"]
+    h = trainer_settings([*chosen, "--model_dim=32", "--num_heads=2", "--head_dim=16"])
     model = communication.model_of(h, 16)
     manager = TrainingManager(model if dtype == "bfloat16" else model.float(), h)
     parameters, table = communication.model_parameters(h), train_gpt.param_table(h)
     for label, state in manager.optimizer.state.items():
         size = sum(x.nbytes for x in state.values() if hasattr(x, "nbytes"))
-        assert communication.state_bytes(parameters[label], table[label]) == size, label
+        assert communication.state_bytes(label, parameters[label], table[label], tails=TAIL_TABLE * averages) == size, label
 
 
 def test_every_kind_of_step_is_taken_apart_by_label() -> None:
