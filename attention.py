@@ -31,10 +31,9 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def offset_keys(k: Tensor) -> Tensor:
-    """k[t] ← k[t−1] for t ≥ 1 in the second quarter and the last quarter of the head's dims; k (T, H, D)."""
-    previous = torch.cat((k[:1], k[:-1]))
-    quarters = zip(k.chunk(4, -1), previous.chunk(4, -1))
-    return torch.cat([before if i % 2 else here for i, (here, before) in enumerate(quarters)], -1)
+    """k[t] ← k[t−1] for t ≥ 1 in the second half of the head's dims, which does not rotate; k (T, H, D)."""
+    here, before = k.chunk(2, -1)
+    return torch.cat((here, torch.cat((before[:1], before[:-1]))), -1)
 
 
 @has_kernel
@@ -85,7 +84,7 @@ def norm_rotate_kernel(
     inside = (t < T) & (dim < D)
     turns = _turns(table, t, inside, D, PAIRED)
     x, y = qkv + t * (3 * H * D) + part * (H * D) + dim, (k if part == 1 else q) + t * (H * D) + dim
-    offset = dim // (D // 4) % 2 * part if OFFSET else 0  # rows
+    offset = dim // (D // 2) * part if OFFSET else 0  # rows
     for h in tl.static_range(H):
         n = tl.load(x + h * D, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(n * n, 1, keep_dims=True) * (1 / D) + _RMS_EPS)
@@ -118,7 +117,7 @@ def norm_rotate_backward_kernel(
         dy, y = (dk if part == 1 else dq) + here, (k if part == 1 else q) + here
         turns = _turns(table, t, inside, D, PAIRED)
         inverse = 1 / (turns[0] * turns[0] + turns[1] * turns[1]), 1 / (turns[2] * turns[2] + turns[3] * turns[3])
-        offset = dim // (D // 4) % 2 * part if OFFSET else 0  # rows
+        offset = dim // (D // 2) * part if OFFSET else 0  # rows
         for h in tl.static_range(H):
             g = tl.load(dy + offset * (H * D) + h * D, mask=inside & (t + offset < T), other=0.0).to(tl.float32)
             if OFFSET:

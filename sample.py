@@ -1,12 +1,13 @@
 """Text from a model: from a checkpoint by this command, from a run at its end by train_gpt.py.
 
-    python sample.py logs/RUN/step_001765.pt "The meaning of life is"
+    python sample.py logs/RUN/step_001547.pt "The meaning of life is"
     python sample.py latest "def main(" --tokens=300 --temperature=0.5      # the newest in logs/
 
 Each token is drawn from the nucleus: the likeliest that have this share of the probability together (arXiv 1904.09751). One
 of 0.95 has no way out of an indentation in Python source: after spaces a space is likelier than that.
 
-The model is built by train_gpt.py beside this file; a checkpoint of changed source may need --script=idea.py.
+The model is built by train_gpt.py beside this file; a checkpoint of changed source may need --script=idea.py, one of an older
+recipe the sample.py beside its own sources (records/extract.py LOG again; python again/sample.py).
 """
 
 import argparse
@@ -85,6 +86,7 @@ def sample(
     place, saved = checkpoints.find_checkpoint(path, log_dir)
     defaults = vars(trainer.Hyperparameters())
     settings = saved.get("hyperparameters")
+    checkpoints.check_recipe(place, saved, trainer.PARAM_TABLE)
     checkpoints.raise_if(place, checkpoints.differences(settings, defaults, "hyperparameters."))
     ranks = Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     h = trainer.Hyperparameters(**{**settings, "compile": False})

@@ -49,15 +49,13 @@ SLOW, FAST = 149.5 / 1194, 51.5 / 1194  # memories: of rates 2/299 a step, 4/53 
 # The weights go to a parameter's averages in the order of its rows. With the slow one after the fast one, V, O and the MLP
 # end on 0.65 of their fast average and 0.35 of the slow one; Q and K have the slow one alone.
 TAIL_TABLE = (
-    Tail("lm_head", LONG,  SLOW, every=2, blend=(0.65,)),
-    Tail("embed",   LONG,  SLOW, every=2, blend=(0.65,)),
-    Tail("ve0",     SHORT, FAST, every=2, keep_norm=False),
-    Tail("ve1",     SHORT, FAST, every=2, keep_norm=False),
-    Tail("ve2",     SHORT, FAST, every=2, keep_norm=False),
-    Tail("attn",    SHORT, FAST, every=4, blend=(0, 0, 1, 1)),  # Q, K, V, O
-    Tail("attn",    LONG,  SLOW, every=4, blend=(0.55, 0.55, 0.35, 0.35)),
-    Tail("mlp",     SHORT, FAST, every=4),
-    Tail("mlp",     LONG,  SLOW, every=4, blend=(0.35,)),
+    Tail("lm_head",      LONG,  SLOW, every=2, blend=(0.65,)),
+    Tail("embed",        LONG,  SLOW, every=2, blend=(0.65,)),
+    Tail("value_embeds", SHORT, FAST, every=2, keep_norm=False),
+    Tail("attn",         SHORT, FAST, every=4, blend=(0, 0, 1, 1)),  # Q, K, V, O
+    Tail("attn",         LONG,  SLOW, every=4, blend=(0.55, 0.55, 0.35, 0.35)),
+    Tail("mlp",          SHORT, FAST, every=4),
+    Tail("mlp",          LONG,  SLOW, every=4, blend=(0.35,)),
 )  # fmt: skip
 
 

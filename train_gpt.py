@@ -2,7 +2,7 @@
 
 Result so far: the demo, on two CPU cores (records/). The arithmetic is proven on CPUs, by ./test.sh: every
 kernel against a reference, 1 to 16 ranks against one. Nothing has been timed on a GPU yet. The recipe is
-public record 61 of github.com/KellerJordan/modded-nanogpt (104.9 s there, on 8 H100s).
+public record 70 of github.com/KellerJordan/modded-nanogpt (its 10 logs of 1507 + 40 steps: mean loss 3.27824).
 
     ./run.sh                                               # the record preset on GPUs, the demo without
     ./run.sh my_copy.py --num_scheduled_iterations=200     # your own copy, your own settings
@@ -78,13 +78,14 @@ class Hyperparameters:
     model_dim: int = setting(768, "width of the residual stream, num_heads * head_dim")
     num_heads: int = setting(6, "attention heads, even")
     head_dim: int = setting(128, "width of a head, a multiple of 4")
+    bigram_rows: int = setting(5 * 50304, "of the table of hashed bigrams; the last is position 0's", least=2)
     attention_scale: float = setting(0.1, "of the attention logits, before it grows with the windows")
     dtype: str = setting("bfloat16", "of matrices, embeddings and gates", choices=("bfloat16", "float32"))
     fp8_head: bool = setting(True, "FP8 products in the head, on CUDA from 8.9; emulated on CPU")
     compile: bool = setting(True, "torch.compile the model")
     seed: int = setting(0, "of the initial weights", least=0)
     # schedule
-    num_scheduled_iterations: int = setting(1725, "steps of the stages")
+    num_scheduled_iterations: int = setting(1507, "steps of the stages")
     num_extension_iterations: int = setting(40, "steps after them, at a low rate and wider windows", least=0)
     comms: str = setting("sharded", "of large parameters; replicated: DDP", choices=("sharded", "replicated"))
     grad_dtype: str = setting("param", "of sums of gradients; param: as stored", choices=("param", "float32"))
@@ -164,10 +165,10 @@ def raise_first(*rules: tuple[Any, str]) -> None:
 # What a machine without a GPU trains in a minute or two: the same topology and schedule, small widths, bytes.
 DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes", max_doc_len=384,
-    model_dim=128, num_heads=4, head_dim=32, dtype="float32", compile=False,
+    bigram_rows=16_384, model_dim=128, num_heads=4, head_dim=32, dtype="float32", compile=False,
     attention_scale=0.28,  # queries and keys have length √head_dim: narrow heads make small logits
     num_scheduled_iterations=280, num_extension_iterations=8, batch_unit=72, micro_batches=2, block_size=32,
-    momentum_warmup=1000, muon_lr_mul=1.3, adam_lr_mul=1.5,  # short runs want low momentum, high rates
+    momentum_warmup=1000, muon_lr_mul=1.3, adam_lr_mul=0.6,  # short runs: low momentum, high rates of matrices
     val_every=100, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )  # fmt: skip
 PRESETS = {"record": {}, "demo": DEMO}
@@ -254,10 +255,9 @@ class Adam(ParamConfig):
         lr = self.lr * now.lr_mul * self.lr_mul
         step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
         decay = lr * lr * self.weight_decay * self.wd_mul  # of the rate with both its multipliers
-        adam_update(
-            rows, grad, state["exp_avg"], state["exp_avg_sq"],
-            beta1, beta2, self.eps, scalar(step_size), scalar(decay), scalar(now.grad_scale),
-        )  # fmt: skip
+        numbers = beta1, beta2, self.eps, scalar(step_size), scalar(decay), scalar(now.grad_scale)
+        for tensors in cache_sized(rows, grad, state["exp_avg"], state["exp_avg_sq"]):
+            adam_update(*tensors, *numbers)
 
 
 @dataclass(frozen=True)
@@ -306,9 +306,8 @@ PARAM_TABLE: dict[str, ParamConfig] = {
     "attn":           NorMuon(stacked=4, pad_front=True),  # no rank has padding of both: see NorMuonAndAdam
     "mlp":            NorMuon(lr_mul=(1.0, 2.0)),  # W_fc, W_proj
     "scalars":        Adam("replicated", betas=(0.90, 0.99), lr_mul=5.00, wd_mul=0.0),
-    "ve0":            Adam("sharded",    betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
-    "ve1":            Adam("sharded",    betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
-    "ve2":            Adam("sharded",    betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
+    "value_embeds":   Adam("sharded",    betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
+    "bigram_embed":   Adam("sharded",    betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
     "smear_gate":     Adam("replicated", betas=(0.90, 0.99), lr_mul=0.01, wd_mul=0.0),
     "skip_gate":      Adam("replicated", betas=(0.90, 0.99), lr_mul=0.05, wd_mul=0.0),
     "attn_gate_bank": Adam("replicated", betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
@@ -323,7 +322,7 @@ SCATTER_ORDER = tuple(PARAM_TABLE)
 # are worked while embeddings are gathered. The model of bench/order.py finds no order that is faster.
 WORK_ORDER = (
     "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas",
-    "ve0", "ve1", "ve2", "lm_head", "embed", "attn", "mlp",
+    "value_embeds", "bigram_embed", "lm_head", "embed", "attn", "mlp",
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -337,28 +336,28 @@ class Layer:
     window: str = ""  # of its attention: "short" or "long" (their sizes: Stage); empty: no attention
     paired: bool = False  # a token becomes two positions, one for each half of the heads
     key_offset: bool = False  # half of the key dims look one position back
-    value: str = ""  # the embedding that is added to its values, gated
+    value_gate: int = 0  # dims of x that its value embedding's gate reads, beside the embedding's; 0: has none
     keep: str = ""  # a name for its output; "backout" is subtracted at the end
     add: str = ""  # the kept output that is added, gated, to its input
 
 
 LAYERS = (  # counted from 0
-    Layer("short", paired=True, value="ve1"),
-    Layer("short", value="ve2"),
     Layer("short", paired=True),
+    Layer("short", value_gate=6),
+    Layer("short", paired=True, value_gate=12),
     Layer("long", key_offset=True, keep="skip"),
     Layer("short"),
     Layer("short", paired=True),
     Layer(add="skip"),
     Layer("short", keep="backout"),
-    Layer("short", value="ve0"),
-    Layer("short", paired=True, value="ve1"),
-    Layer("long", key_offset=True, value="ve2"),
+    Layer("short", value_gate=6),
+    Layer("short", paired=True, value_gate=12),
+    Layer("long", key_offset=True, value_gate=6),
 )
 ATTENTION_LAYERS = sum(bool(layer.window) for layer in LAYERS)
-VALUE_LAYERS = sum(bool(layer.value) for layer in LAYERS)
+VALUE_LAYERS = sum(bool(layer.value_gate) for layer in LAYERS)
 MLP_BANK_LAYERS = -(-len(LAYERS) // 4) * 4  # 12, one unused: 24 matrices divide over 8 ranks
-GATE_DIM = 12  # inputs of a gate: the first dims of the residual stream
+GATE_DIM = 12  # inputs of a gate: the first dims of the residual stream, of a value gate also of the embedding
 
 # -----------------------------------------------------------------------------
 # Table 3: scalars, by name, with their starting values, in the order of the parameter `scalars`
@@ -366,6 +365,7 @@ GATE_DIM = 12  # inputs of a gate: the first dims of the residual stream
 SCALARS = {
     "resid_lambda": [1.1] * len(LAYERS),
     "sa_lambda": [0.5, 1.0] * len(LAYERS),  # of W_qkv and W_o
+    "bigram_lambda": [0.1] * len(LAYERS),
     "smear_lambda": [0.0],
     "backout_lambda": [0.5],
     "skip_lambda": [-1.5],
@@ -376,11 +376,11 @@ SCALARS = {
 
 
 class Stage(NamedTuple):
-    until: float  # ends at this fraction of the scheduled steps
+    until: float  # ends at this fraction of the scheduled steps, rounded
     batch: int  # tokens a step, in batch units
     short: int  # window, in blocks
     long: int  # window, in blocks
-    lr: float  # factor on every rate, before the decay
+    lr: float  # factor on every rate, before the cooldown
     mtp_first: tuple[float, ...]  # multi-token weights at the stage's first step
     mtp_last: tuple[float, ...]  # reached, linearly, at the next stage's first step
 
@@ -390,21 +390,21 @@ STAGES = (
     Stage(until=2/3, batch=16, short=3, long=7,  lr=1.52, mtp_first=(1, 0.5),       mtp_last=(1, 0)),
     Stage(until=1.0, batch=24, short=5, long=11, lr=1.73, mtp_first=(1,),           mtp_last=(1,)),
 )  # fmt: skip
-EXTENSION = STAGES[-1]._replace(until=math.inf, short=6, long=13, lr=0.10)  # after the scheduled steps
+EXTENSION = STAGES[-1]._replace(until=math.inf, short=6, long=13)  # after the scheduled steps, at LR_FLOOR
 FINAL_VALIDATION = EXTENSION._replace(long=20)  # YaRN stays at EXTENSION's window
 SPLIT_EMBED_AT = 2 / 3  # of the scheduled steps: tied parameters part
 LR_FLOOR = 0.10
-LR_DECAY_FROM = 0.5  # of the scheduled steps
+LR_DECAY_FROM = 0.45  # of the scheduled steps
 MOMENTUM_LOW, MOMENTUM_HIGH = 0.85, 0.95
 
 
 def check_tables() -> None:
     """Raise ValueError, naming the row, if LAYERS or STAGES cannot be what is meant."""
     for i, layer in enumerate(LAYERS):
-        window, value, add = layer.window, layer.value, layer.add
+        window, gate, add = layer.window, layer.value_gate, layer.add
         raise_first(
             (window not in ("", "short", "long"), f"LAYERS, layer {i}: there is no window {window!r}"),
-            (value and value not in PARAM_TABLE, f"LAYERS, layer {i}: there is no parameter {value!r}"),
+            (not 0 <= gate <= GATE_DIM, f"LAYERS, layer {i}: value_gate is {gate}, must be 0 to {GATE_DIM}"),
             (add and add not in [x.keep for x in LAYERS[:i]], f"LAYERS, layer {i}: none keeps {add!r}"),
         )
     ends = [0.0, *(stage.until for stage in STAGES)]
@@ -420,11 +420,8 @@ def check_tables() -> None:
 
 
 class Yarn(nn.Module):
-    """Rotary positions over the first half of a head; they and the attention scale stretch with the window.
-
-    The table serves plain and paired heads: positions 0 .. 2·max_tokens, plain heads use its first half.
-    YaRN: Peng et al., arXiv 2309.00071.
-    """
+    """Rotary positions over the first half of a head; they and the attention scale stretch with the window
+    (Peng et al., arXiv 2309.00071). Paired heads use the whole table, 0 .. 2·max_tokens, others its first half."""
 
     def __init__(self, head_dim: int, max_tokens: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
@@ -497,18 +494,15 @@ class ForwardSchedule(NamedTuple):
 
 
 class GPT(nn.Module):
-    """The model of LAYERS. All attention matrices are one parameter, all MLP matrices another.
-
-    It computes in the dtype of its parameters: bf16 as built, or what .float() and .double() make of it. A
-    parameter's name, `param.label`, is its row in PARAM_TABLE.
-    """
+    """The model of LAYERS. All attention matrices are one parameter, all MLP matrices another; param.label is
+    its row in PARAM_TABLE. It computes in its parameters' dtype: bf16, or what .float(), .double() make of it."""
 
     def __init__(
         self, vocab_size: int, num_layers: int, num_heads: int, head_dim: int, model_dim: int,
-        max_tokens: int, *, attention_scale: float = 0.1, fp8_head: bool = False,
+        max_tokens: int, *, bigram_rows: int = 0, attention_scale: float = 0.1, fp8_head: bool = False,
     ):  # fmt: skip
-        """max_tokens: the longest micro-batch, validation included. attention_scale: of the attention logits,
-        before the windows grow; 0.1 is for 128 dims, narrower heads want more. fp8_head: FP8 in training.
+        """max_tokens: the longest micro-batch, validation included. bigram_rows: 0 means five for each token.
+        attention_scale: before the windows grow; narrow heads want more. fp8_head: FP8 in training.
         Raises ValueError for sizes that the topology cannot have."""
         super().__init__()
         raise_first(
@@ -520,8 +514,7 @@ class GPT(nn.Module):
         )
         self.num_heads, self.head_dim, self.model_dim = num_heads, head_dim, model_dim
         self.max_tokens, self.fp8_head = max_tokens, fp8_head
-        vocab = -(-vocab_size // 128) * 128
-        dim, hidden = model_dim, 4 * model_dim
+        vocab, dim, hidden = -(-vocab_size // 128) * 128, model_dim, 4 * model_dim
 
         def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=dtype))
@@ -529,9 +522,8 @@ class GPT(nn.Module):
         self.attn = parameter(ATTENTION_LAYERS, 4 * dim, dim)  # a layer: q, k, v rows, then o
         self.mlp = parameter(MLP_BANK_LAYERS, 2, hidden, dim)  # a layer: W_fc, W_proj
         self.scalars = parameter(sum(map(len, SCALARS.values())), dtype=torch.float32)
-        self.ve0 = parameter(vocab, dim)
-        self.ve1 = parameter(vocab, dim)
-        self.ve2 = parameter(vocab, dim)
+        self.value_embeds = parameter(vocab, VALUE_LAYERS * dim)  # a token's value embeddings, side by side
+        self.bigram_embed = parameter(bigram_rows or 5 * vocab, dim)
         self.smear_gate = parameter(1, GATE_DIM)
         self.skip_gate = parameter(1, GATE_DIM)
         self.attn_gate_bank = parameter(ATTENTION_LAYERS, num_heads, GATE_DIM)
@@ -546,11 +538,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Starting values. Output matrices, value embeddings, gates and x0_lambdas stay zero."""
-        dim = self.model_dim
-        bound = math.sqrt(3) * dim**-0.5
-        self.attn[:, : 3 * dim].uniform_(-bound, bound)
-        self.mlp[:, 0].uniform_(-bound / 2, bound / 2)
+        """Starting values. W_proj, bigrams, gates and x0_lambdas stay zero."""
+        bound = math.sqrt(3) / 2 * self.model_dim**-0.5
+        self.attn.uniform_(-bound, bound)
+        self.mlp[:, 0].uniform_(-bound, bound)
+        self.value_embeds.normal_(std=0.01)
         self.lm_head.normal_(std=0.005)
         self.embed.copy_(self.lm_head.T)
         self.scalars.copy_(torch.tensor(sum(SCALARS.values(), [])))
@@ -581,13 +573,13 @@ class GPT(nn.Module):
         # Views of the banks, by layer: (W_qkv, W_o), gates, (W_fc, W_proj); None where a layer has none.
         attn = of_layers("window", pairs(self.attn.view(-1, dim).split((3 * dim, dim) * ATTENTION_LAYERS)))
         head_gate = of_layers("window", self.attn_gate_bank.unbind())
-        ve_gate = of_layers("value", self.ve_gate_bank.unbind())
+        ve_gate = of_layers("value_gate", self.ve_gate_bank.unbind())
         mlp = pairs(self.mlp.view(-1, 4 * dim, dim).unbind())
         bands = self.bands(cu_seqlens, T, schedule)
 
-        tables = [self.embed, *(self.get_parameter(layer.value) for layer in LAYERS if layer.value)]
-        x, *values = lookup(*tables, tokens=inputs)  # (T, dim) each
-        values = of_layers("value", values)
+        x, values = lookup(self.embed, self.value_embeds, tokens=inputs)  # (T, dim), (T, VALUE_LAYERS·dim)
+        values = of_layers("value_gate", values.split(dim, 1))
+        (bigram,) = lookup(self.bigram_embed, tokens=hash_bigrams(inputs, len(self.bigram_embed)))  # (T, dim)
         smear = smear_lambda * torch.sigmoid(F.linear(x[1:, :GATE_DIM], self.smear_gate))
         x = x0 = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
         kept = {}
@@ -595,11 +587,12 @@ class GPT(nn.Module):
             if layer.add:
                 gate = torch.sigmoid(F.linear(x0[:, :GATE_DIM], self.skip_gate))
                 x = x + torch.sigmoid(skip_lambda) * 2 * gate * kept[layer.add]
-            x = resid_lambda[i] * x + x0_lambda[i] * x0
+            x = resid_lambda[i] * x + x0_lambda[i] * x0 + scalars["bigram_lambda"][i] * bigram
             if layer.window:
-                xn, value = norm(x), None
-                if layer.value:
-                    gate = 2 * torch.sigmoid(F.linear(xn[:, :GATE_DIM], ve_gate[i]))
+                xn, value, n = norm(x), None, layer.value_gate
+                if n:
+                    gate_input = torch.cat((xn[:, :n], values[i][:, : GATE_DIM - n]), 1)
+                    gate = 2 * torch.sigmoid(F.linear(gate_input, ve_gate[i]))
                     value = gate.unsqueeze(-1) * values[i].view(T, H, D)
                 W_qkv, W_o = (scale * W for scale, W in zip(sa_lambda[i], attn[i]))
                 out = attention(xn, W_qkv, W_o, head_gate[i], value, layer, self.yarn, bands[i])
@@ -621,6 +614,12 @@ class GPT(nn.Module):
                     bias = band_bias(starts, p * T, window, wider(self.embed.dtype))
                 bands[layer.window, layer.paired] = Band(starts, window, p * max_len, bias)
         return [bands[layer.window, layer.paired] for layer in LAYERS]
+
+
+def hash_bigrams(tokens: Tensor, rows: int) -> Tensor:
+    """(T,) int32, a row for each token and the one before, of whatever document; the first has the last row."""
+    hashed = ((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % (rows - 1)  # int32 wraps around; at least 0
+    return F.pad(hashed, (1, 0), value=rows - 1)
 
 
 def pairs(items: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -999,10 +998,7 @@ class StepSchedule(NamedTuple):
 
 def step_schedule(step: int, h: Hyperparameters) -> StepSchedule:
     """The schedule as a pure function; step = h.total_iterations stands for the final validation."""
-    x = step / h.num_scheduled_iterations
-    stage = next(stage for stage in (*STAGES, EXTENSION) if x < stage.until)
-    begin = max((earlier.until for earlier in STAGES if earlier.until <= x), default=0.0)
-    fraction = (x - begin) / (stage.until - begin)  # of the stage that lies behind
+    stage, behind = stage_at(step, h.num_scheduled_iterations)
     shown = FINAL_VALIDATION if step >= h.total_iterations else stage
     return StepSchedule(
         batch_tokens=shown.batch * h.batch_unit,
@@ -1011,19 +1007,27 @@ def step_schedule(step: int, h: Hyperparameters) -> StepSchedule:
         yarn_window=stage.long * h.block_size,
         lr_mul=lr_multiplier(step, h.num_scheduled_iterations),
         momentum=muon_momentum(step, h),
-        mtp_weights=tuple(a + (b - a) * fraction for a, b in zip(stage.mtp_first, stage.mtp_last)),
+        mtp_weights=tuple(a + (b - a) * behind for a, b in zip(stage.mtp_first, stage.mtp_last)),
         do_adam=step % 2 == 1,
     )
 
 
+def stage_at(step: int, scheduled: int) -> tuple[Stage, float]:
+    """The stage of a step, and the fraction of it that lies behind."""
+    begin = 0
+    for stage in STAGES:
+        end = round(stage.until * scheduled)
+        if step < end:
+            return stage, (step - begin) / (end - begin)
+        begin = end
+    return EXTENSION, 0.0
+
+
 def lr_multiplier(step: int, scheduled: int) -> float:
-    """The stage's, changed one step late (x > until, as in public record 61), decayed from the middle on."""
-    x = step / scheduled
-    if x >= 1:
-        return EXTENSION.lr
-    peak = next(stage.lr for stage in STAGES if x <= stage.until)
-    weight = min(1.0, (1 - x) / (1 - LR_DECAY_FROM))
-    return peak * weight + LR_FLOOR * (1 - weight)
+    """The stage's; from LR_DECAY_FROM on it falls, linearly, to LR_FLOOR at the end of the scheduled steps."""
+    begin = int(LR_DECAY_FROM * scheduled)
+    weight = min(1.0, max(0.0, (scheduled - step) / (scheduled - begin)))
+    return stage_at(step, scheduled)[0].lr * weight + LR_FLOOR * (1 - weight)
 
 
 def muon_momentum(step: int, h: Hyperparameters) -> float:
@@ -1037,7 +1041,7 @@ def muon_momentum(step: int, h: Hyperparameters) -> float:
 
 def split_step(scheduled: int) -> int:
     """The first odd step, one with Adam, from SPLIT_EMBED_AT on."""
-    return math.ceil(round(SPLIT_EMBED_AT * scheduled, 6)) | 1  # rounding takes off the float's error
+    return round(SPLIT_EMBED_AT * scheduled) | 1
 
 
 def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
@@ -1051,10 +1055,7 @@ def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
 
 
 class TrainingManager:
-    """Applies the schedule to model and optimizer, step by step.
-
-    What the schedule says is a function of the step; what it has changed in them (YaRN, the tie) is state.
-    """
+    """Applies the schedule, a function of the step; what that changed in the model (YaRN, the tie) is state."""
 
     def __init__(self, model: GPT, h: Hyperparameters):
         self.model, self.h = model, h
@@ -1164,9 +1165,9 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
     """The model with its first weights, the same on every rank and device, in its manager."""
     torch.manual_seed(h.seed)
     sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, h.max_tokens)
-    options = dict(attention_scale=h.attention_scale, fp8_head=h.fp8_head and has_fp8(ranks.device))
+    options = dict(bigram_rows=h.bigram_rows, attention_scale=h.attention_scale)
     try:
-        model = GPT(*sizes, **options)
+        model = GPT(*sizes, **options, fp8_head=h.fp8_head and has_fp8(ranks.device))
         if h.dtype == "float32":
             model.float()
         model.to(ranks.device)
@@ -1296,10 +1297,8 @@ def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run
 
 
 def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> None:
-    """One run, from the first weights or a checkpoint to the log's last line. Raises RunError.
-
-    Timed is the loop, but for run.paused: data, forward, backward, reductions, updates, gathers, step lines.
-    """
+    """One run, from the first weights or a checkpoint to the log's last line. Raises RunError. Timed is the
+    loop, but for run.paused: data, forward, backward, reductions, updates, gathers, step lines."""
     with Run(replace(h), ranks, signals or Signals(), SOURCES) as run:
         manager, tracer = prepare(run), Tracer(h.trace_steps, ranks)
         opened = functools.partial(micro_batches, h, ranks, training=True, first_step=run.first_step)

@@ -202,8 +202,7 @@ transpose_copy.kernel("cuda")(functools.partial(launch_transpose, add=False))
 
 @has_kernel
 def lookup(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
-    """The tokens' rows of each table, (T, dim), differentiable. Tables (vocab, dim), of one shape and dtype; tokens (T,) int32.
-    A kernel looks up a table that is given twice once, and sums the two gradients before it scatters them."""
+    """The tokens' rows of each table, (T, width), differentiable. Tables (vocab, width), of one vocab; tokens (T,) int32."""
     return [F.embedding(tokens, each) for each in (table, *tables)]
 
 
@@ -268,11 +267,8 @@ class _Lookup(torch.autograd.Function):
 
 @lookup.kernel("cuda")
 def _lookup_cuda(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
-    runs, tables, rows = token_runs(tokens, len(table)), (table, *tables), []
-    for i, each in enumerate(tables):
-        same = [j for j in range(i) if tables[j] is each]
-        rows.append(rows[same[0]] if same else _Lookup.apply(each, tokens, *runs))
-    return rows
+    runs = token_runs(tokens, len(table))
+    return [_Lookup.apply(each, tokens, *runs) for each in (table, *tables)]
 
 
 # -----------------------------------------------------------------------------

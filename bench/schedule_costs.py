@@ -155,6 +155,6 @@ FORWARD_SECONDS = {"look-ups": 0.07e-3, "layers": 6.36e-3, "head and loss": 2.49
 def next_forward(tasks: dict[str, Task]) -> Iterator[Forward]:
     """The parts of the next forward pass, with those of this step's labels whose new values each reads first."""
     late = {"lm_head": "head and loss"}
-    first = {label: "look-ups" for label in ("embed", "ve0", "ve1", "ve2")}
+    first = {label: "look-ups" for label in ("embed", "value_embeds", "bigram_embed")}
     for part, seconds in FORWARD_SECONDS.items():
         yield Forward(part, seconds, tuple(label for label in tasks if {**first, **late}.get(label, "layers") == part))

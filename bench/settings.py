@@ -16,7 +16,7 @@ def trainer_settings(argv: list[str] | None = None, preset: str = "") -> Hyperpa
 def model_of(h: Hyperparameters, max_tokens: int, fp8_head: bool = False) -> nn.Module:
     """A model of these sizes, as built: in bf16, on the current device."""
     sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, max_tokens)
-    return GPT(*sizes, attention_scale=h.attention_scale, fp8_head=fp8_head)
+    return GPT(*sizes, bigram_rows=h.bigram_rows, attention_scale=h.attention_scale, fp8_head=fp8_head)
 
 
 def largest_batch(h: Hyperparameters) -> int:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,14 @@ def load_whole_state(manager: Any, whole: dict[str, Any], ranks: Ranks) -> None:
         for label, like in whole["partial"][0].items()
     }
     manager.load_state_dict({**whole, "sharded": sharded, "partial": partial})
+
+
+def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> None:
+    """Raise CheckpointError, naming them, if the checkpoint's parameters are not those of these labels."""
+    held = {name.split(".")[3] for name, _ in leaves(saved) if name.startswith("state.same.parameters.")}
+    more, less = (", ".join(sorted(x)) or "nothing else" for x in (held - {*labels}, {*labels} - held))
+    fault = f"its model is another recipe's: it holds {more}, this script wants {less}: use the sources that trained it"
+    raise_if(path, [f"{fault} (records/extract.py writes them from its log)"] if held and held != {*labels} else [])
 
 
 def check_fits(path: Path, saved: dict[str, Any], settings: dict[str, Any], shards: dict[str, str]) -> None:

@@ -38,10 +38,8 @@ def same_run(path: Path, log: dict[str, str]) -> tuple[str, str] | None:
 
 class Log:
     """A file on the first rank, nothing on the others. The console sees what is asked to; a terminal one live line.
-
     A resumed run goes on in its log, cut where the checkpoint was made, with a note in the header. Lines that the disk does not
-    take wait for the next try; that is told once, and the run goes on. A file that is deleted, replaced or cut is made again.
-    """
+    take wait for the next try; that is told once, and the run goes on. A file that is deleted, replaced or cut is made again."""
 
     def __init__(self, ranks: Ranks, path: Path, header: str, resumed: dict[str, str] | None = None):
         """header: see log_header; resumed: a checkpoint's log, `header` then being the note. Raises OSError or ValueError."""
@@ -144,11 +142,9 @@ class Clock:
 
 class StepReport:
     """What all ranks have to say of a step, and its end.
-
     The mean of their losses and their reasons to stop travel in one asynchronous all-reduce of five numbers, during the last
     backward pass, and are read before the update: the device never waits, all ranks decide alike, and a loss that is not
-    finite never reaches the weights. On a GPU the end is waited for one step later.
-    """
+    finite never reaches the weights. On a GPU the end is waited for one step later."""
 
     def __init__(self, step: int, loss: Tensor, stop: int, ranks: Ranks):
         """loss: of this rank, 0-dim; stop: one of STOPS, or 0. Launches the reduction."""

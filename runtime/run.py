@@ -32,12 +32,10 @@ from runtime.ranks import Ranks
 
 class Run:
     """One run of a script, from its start or a checkpoint's step to its log's last line.
-
     In a with block, all ranks call, in order: open, restore, start_clock, ahead; for each step paused, where must_pause or the
     recipe wants to, then report_loss before its last backward pass, agree_on_loss before its update, end_step after it; at last
     finish. settings: a dataclass with log_dir, run_id, resume, save_every, keep_checkpoints and total_iterations. manager: what
-    checkpoints.py needs, batch_tokens(step), and live_tensors(): {"weights" and "gradients": {label: tensor}}.
-    """
+    checkpoints.py needs, batch_tokens(step), and live_tensors(): {"weights" and "gradients": {label: tensor}}."""
 
     def __init__(self, settings: Any, ranks: Ranks, signals: Signals, sources: Sources):
         self.settings, self.ranks, self.signals, self.sources = settings, ranks, signals, sources
@@ -66,6 +64,7 @@ class Run:
         ranks.check_same(same | {x: f"CRC-32 {zlib.crc32(encoded(text)):08x}" for x, text in sources.items()})
         if s.resume:
             path, saved = ranks.on_all(checkpoints.find_checkpoint, s.resume, s.log_dir, s.run_id)
+            ranks.on_all(checkpoints.check_recipe, path, saved, manager.own_rows)
             ranks.on_all(checkpoints.check_fits, path, saved, dataclasses.asdict(s), shards)
             ranks.on_all(checkpoints.check_usable, path, saved, manager, self.total)
             self.resumed, self.first_step, self.clock.before, run_id = saved, saved["step"], saved["seconds"], saved["run_id"]
@@ -229,9 +228,7 @@ class Run:
 
 def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
     """Raise ValueError or OSError for what one process can know before the ranks start; they check it again, together.
-
-    script: with build and check_shards. settings: checked. Returns the bytes of a rank's weights, gradients and optimizer.
-    """
+    script: with build and check_shards. settings: checked. Returns the bytes of a rank's weights, gradients and optimizer."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # a group of any size, of which one process is there
 
     s = dataclasses.replace(settings, **{name: False for name in ("compile", "fp8_head") if hasattr(settings, name)})
@@ -246,6 +243,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
     run_id = s.run_id
     if s.resume:
         path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)
+        checkpoints.check_recipe(path, saved, manager.own_rows)
         checkpoints.check_fits(path, saved, dataclasses.asdict(settings), data.shards)
         checkpoints.check_usable(path, saved, manager, s.total_iterations)
         run_id = run_id or saved["run_id"]

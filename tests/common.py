@@ -81,7 +81,7 @@ def bits(x: Tensor) -> Tensor:
 
 # Scales at which every parameter matters and nothing saturates.
 SCALES = dict(
-    attn=0.15, mlp=0.1, ve0=0.5, ve1=0.5, ve2=0.5, attn_gate_bank=0.3, ve_gate_bank=0.3, smear_gate=0.5, skip_gate=0.5,
+    attn=0.15, mlp=0.1, value_embeds=0.5, bigram_embed=0.5, attn_gate_bank=0.3, ve_gate_bank=0.3, smear_gate=0.5, skip_gate=0.5,
     x0_lambdas=0.1, lm_head=0.3, embed=0.7,
 )  # fmt: skip
 
@@ -112,12 +112,14 @@ def tiny_gpt(
     num_heads: int = 2,
     head_dim: int = 8,
     max_tokens: int = 256,
+    bigram_rows: int = 0,
     fp8_head: bool = False,
     script: ModuleType = train_gpt,
 ) -> nn.Module:
     """The script's topology at the smallest widths, no parameter at zero; bf16 keeps the training dtypes."""
     layers, dim = len(script.LAYERS), num_heads * head_dim
-    model = script.GPT(vocab_size, layers, num_heads, head_dim, dim, max_tokens, fp8_head=fp8_head)
+    more = dict(bigram_rows=bigram_rows, fp8_head=fp8_head)
+    model = script.GPT(vocab_size, layers, num_heads, head_dim, dim, max_tokens, **more)
     if dtype != torch.bfloat16:
         model.to(dtype)
     return set_parameters(model)
@@ -141,8 +143,9 @@ def short_schedule(*, script: ModuleType = train_gpt, **changes: Any) -> Any:
 
 
 TINY = dict(
-    preset="demo", model_dim=32, num_heads=2, head_dim=16, batch_unit=32, micro_batches=2, num_scheduled_iterations=6,
-    num_extension_iterations=2, val_every=4, val_tokens=512, val_batch_tokens=256, sample_tokens=0, run_id="run",
+    preset="demo", bigram_rows=768, model_dim=32, num_heads=2, head_dim=16, batch_unit=32, micro_batches=2,
+    num_scheduled_iterations=6, num_extension_iterations=2, val_every=4, val_tokens=512, val_batch_tokens=256, sample_tokens=0,
+    run_id="run",
 )  # fmt: skip
 
 

@@ -51,12 +51,11 @@ def rotate(x: Tensor, positions: list[list[int]], freq: list[float]) -> Tensor:
 
 
 def offset_keys(k: Tensor) -> Tensor:
-    """k[t] ← k[t−1] in the second and the last quarter of the dims."""
-    D = k.size(-1)
+    """k[t] ← k[t−1] in the dims from the middle of the head on."""
+    middle = k.size(-1) // 2
     out = k.clone()
     for t in range(1, len(k)):
-        for first, last in ((D // 4, D // 2), (3 * D // 4, D)):
-            out[t, :, first:last] = k[t - 1, :, first:last]
+        out[t, :, middle:] = k[t - 1, :, middle:]
     return out
 
 
@@ -98,6 +97,14 @@ def named_scalars(scalars: Tensor, table: dict[str, list[float]]) -> dict[str, T
     return pieces
 
 
+def bigram_row(tokens: list[int], t: int, rows: int) -> int:
+    """Of the bigram table, for position t, by its token and the one before; in 32 bits, two's complement."""
+    if t == 0:
+        return rows - 1
+    bits = 36313 * tokens[t] % 2**32 ^ 27191 * tokens[t - 1] % 2**32
+    return (bits - 2**32 if bits >= 2**31 else bits) % (rows - 1)
+
+
 def hidden_states(
     p: dict[str, Tensor], layers: tuple[Any, ...], scalars: dict[str, list[float]], H: int, inputs: Tensor, cu_seqlens: Tensor,
     windows: dict[str, int], freq: list[float], scale: float,
@@ -109,18 +116,21 @@ def hidden_states(
     for t in range(1, len(e)):
         rows.append(e[t] + s["smear_lambda"] * sigmoid(p["smear_gate"][0] @ e[t, :12]) * e[t - 1])
     x = x0 = norm(torch.stack(rows))
+    bigram = p["bigram_embed"][[bigram_row(tokens.tolist(), t, len(p["bigram_embed"])) for t in range(len(tokens))]]
     kept = {}
     for i, layer in enumerate(layers):
         if layer.add:
             x = x + sigmoid(s["skip_lambda"]) * 2 * sigmoid(x0[:, :12] @ p["skip_gate"].T) * kept[layer.add]
-        x = s["resid_lambda"][i] * x + p["x0_lambdas"][i] * x0
+        x = s["resid_lambda"][i] * x + p["x0_lambdas"][i] * x0 + s["bigram_lambda"][i] * bigram
         if layer.window:
             a = sum(bool(before.window) for before in layers[:i])
             xn, value = norm(x), None
-            if layer.value:
-                row = sum(bool(before.value) for before in layers[:i])
-                gate = 2 * sigmoid(xn[:, :12] @ p["ve_gate_bank"][row].T)  # (T, H)
-                value = gate[..., None] * p[layer.value][tokens].view(len(x), H, -1)
+            if n := layer.value_gate:
+                row = sum(bool(before.value_gate) for before in layers[:i])
+                own = p["value_embeds"][tokens, row * dim : (row + 1) * dim]  # the layer's part of each token's long row
+                G = p["ve_gate_bank"][row]
+                gate = 2 * sigmoid(xn[:, :n] @ G[:, :n].T + own[:, : 12 - n] @ G[:, n:].T)  # (T, H)
+                value = gate[..., None] * own.view(len(x), H, -1)
             W_qkv, W_o = p["attn"][a, : 3 * dim], p["attn"][a, 3 * dim :]
             x = x + layer_attention(
                 xn, s["sa_lambda"][2 * i] * W_qkv, s["sa_lambda"][2 * i + 1] * W_o, p["attn_gate_bank"][a], value, freq, scale,

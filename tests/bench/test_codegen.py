@@ -236,9 +236,9 @@ IDEA = """
 import sys
 sys.path.insert(0, {root!r})
 exec(compile(open({script!r}).read(), __file__, "exec"))  # the trainer, its functions' globals here
-LAYERS = (Layer("short", paired=True, value="ve0", keep="backout"),)
+LAYERS = (Layer("short", paired=True, value_gate=6, keep="backout"),)
 ATTENTION_LAYERS = VALUE_LAYERS = MLP_BANK_LAYERS = 1
-SCALARS |= {{"resid_lambda": [1.1], "sa_lambda": [0.5, 1.0]}}
+SCALARS |= {{"resid_lambda": [1.1], "sa_lambda": [0.5, 1.0], "bigram_lambda": [0.1]}}
 """
 
 

@@ -63,7 +63,7 @@ def test_stages_are_the_schedules() -> None:
     expected = {"stage 1": range(15), "stage 2": range(15, 30), "stage 3": range(30, 45), "extension": range(45, 50)}
     assert gpu.stages_of(h) == expected
     h = train_gpt.Hyperparameters(num_scheduled_iterations=4, num_extension_iterations=0)
-    assert gpu.stages_of(h) == {"stage 1": range(2), "stage 2": range(2, 3), "stage 3": range(3, 4)}
+    assert gpu.stages_of(h) == {"stage 1": range(1), "stage 2": range(1, 3), "stage 3": range(3, 4)}
 
 
 def test_operations_of_a_token_at_the_records_size() -> None:

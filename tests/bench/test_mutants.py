@@ -46,7 +46,7 @@ def test_the_page_lists_every_change_as_noticed_or_harmless():
 
 
 A_FEW = {
-    ("train_gpt.py", "ve0 learns ten times slower"): "test_pins.py",
+    ("train_gpt.py", "bigrams learn ten times slower"): "test_pins.py",
     ("records/t_tests.py", "one side of p where two are meant"): "test_t_tests.py",
 }
 

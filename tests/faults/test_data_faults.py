@@ -183,7 +183,7 @@ def validation_losses(h: train_gpt.Hyperparameters, max_doc_len: int) -> list[fl
     manager.model.eval()
     with torch.no_grad():
         for label, param in manager.model.named_parameters():
-            if label in ("lm_head", "ve0", "ve1", "ve2", "attn", "mlp"):
+            if label in ("lm_head", "value_embeds", "bigram_embed", "attn", "mlp"):
                 param.normal_(std=0.1, generator=torch.Generator().manual_seed(len(label)))
         manager.max_val_doc_len = max_doc_len
         batches = train_gpt.micro_batches(h, ALONE, training=False, max_doc_len=max_doc_len)

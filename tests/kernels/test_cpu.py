@@ -109,6 +109,6 @@ def test_the_model_trains_in_fp32_around_bf16_products() -> None:
     exact = gradients()
     with tk.kernels_of(tk.CPU_BF16):
         narrow = gradients()
-    for label in ("attn", "mlp", "embed", "lm_head", "ve0"):
+    for label in ("attn", "mlp", "embed", "lm_head", "value_embeds"):
         error = ((narrow[label] - exact[label]).norm() / exact[label].norm()).item()
         assert narrow[label].dtype == torch.float32 and 0 < error < 11 * 2 * U16, (label, error)

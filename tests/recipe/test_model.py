@@ -12,7 +12,7 @@ import train_gpt
 from common import TOLERANCE64, U16, U32, bits, close64, int32, normal, random_batch, tiny_gpt
 from runtime.ranks import Ranks
 from train_gpt import (
-    GPT, LAYERS, PARAM_TABLE, SCALARS, ForwardSchedule, Hyperparameters, Layer, TrainingManager, Yarn, attention,
+    GPT, LAYERS, PARAM_TABLE, SCALARS, ForwardSchedule, Hyperparameters, Layer, TrainingManager, Yarn, attention, hash_bigrams,
 )  # fmt: skip
 from attention import Band, band_bias, norm_and_rotate_qk, offset_keys
 
@@ -64,9 +64,84 @@ def test_key_offset_reads_unshifted_keys() -> None:
     """An overlapping in-place copy would spread the first key over all positions."""
     k = torch.arange(6.0).view(6, 1, 1).expand(6, 2, 8).clone()
     shifted = offset_keys(k)
-    for dims, back in ((slice(0, 2), 0), (slice(2, 4), 1), (slice(4, 6), 0), (slice(6, 8), 1)):
+    for dims, back in ((slice(0, 4), 0), (slice(4, 8), 1)):
         expected = [max(0, t - back) for t in range(6)]
         assert (shifted[:, :, dims] == torch.tensor(expected).view(6, 1, 1)).all()
+
+
+@pytest.mark.parametrize("D", [4, 8, 128])
+def test_keys_stay_where_they_are_in_the_dims_that_rotate(D: int) -> None:
+    qkv, yarn = normal("qkv", (30, 6, D)).double(), Yarn(D, 64, F64)
+    plain, offset = (norm_and_rotate_qk(qkv, yarn.table, False, key_offset) for key_offset in (False, True))
+    assert torch.equal(offset[0], plain[0]) and torch.equal(offset[2], plain[2])  # q and v
+    assert torch.equal(offset[1][..., : D // 2], plain[1][..., : D // 2])
+    assert torch.equal(offset[1][1:, :, D // 2 :], plain[1][:-1, :, D // 2 :])
+    assert torch.equal(offset[1][0], plain[1][0]) and not torch.equal(offset[1], plain[1])
+
+
+# Bigrams
+
+ROWS = {  # of a table: the published rows of three bigrams
+    251_520: {(50256, 464): 19030, (464, 2068): 28927, (1, 0): 27191},
+    754_560: {(50256, 464): 518492, (464, 2068): 28717, (1, 0): 27191},
+    377_280: {(50256, 464): 143001, (464, 2068): 28822, (1, 0): 27191},
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_bigrams_row_is_the_published_one(rows: int) -> None:
+    for bigram, row in ROWS[rows].items():
+        found = hash_bigrams(int32(*bigram), rows)
+        assert found.dtype == torch.int32 and found.tolist() == [rows - 1, row]
+        assert naive_model.bigram_row([*bigram], 1, rows) == row
+
+
+@pytest.mark.parametrize("rows", [2, 7, 16_384, 251_520])
+def test_every_token_of_16_bits_has_a_row_and_the_last_is_position_0s_alone(rows: int) -> None:
+    """Products of ids from 59,139 on are beyond 31 bits and wrap around; the row is never negative."""
+    tokens = [0, 65535, 65535, 59138, 59139, 0, 1, *(normal("tokens", (300,)).abs() * 20000).long().clamp(max=65535).tolist()]
+    found = hash_bigrams(int32(*tokens), rows).tolist()
+    assert found == [naive_model.bigram_row(tokens, t, rows) for t in range(len(tokens))]
+    assert found[0] == rows - 1 and all(0 <= row < rows - 1 for row in found[1:])
+    assert hash_bigrams(int32(5), rows).tolist() == [rows - 1]
+
+
+def test_position_1_is_hashed_with_the_token_at_0() -> None:
+    first, other = (hash_bigrams(int32(token, 9, 8), 251_520) for token in (3, 4))
+    assert (first != other).tolist() == [False, True, False]
+
+
+def test_gradients_reach_the_rows_that_were_looked_up_and_no_others() -> None:
+    """Of bigrams: across the starts of documents too. Of value embeddings: all layers' parts of a token's row."""
+    model = tiny_gpt(F64)
+    inputs, targets, cu_seqlens, schedule = batch()
+    model(inputs, targets, cu_seqlens, schedule).backward()
+    tokens, rows = inputs.tolist(), len(model.bigram_embed)
+    looked_up = {
+        "bigram_embed": {naive_model.bigram_row(tokens, t, rows) for t in range(T)},
+        "value_embeds": {*tokens},
+        "embed": {*tokens},
+    }
+    assert len(looked_up["bigram_embed"]) > 0.8 * T and len(looked_up["bigram_embed"]) < rows / 2
+    for label, expected in looked_up.items():
+        grad = getattr(model, label).grad
+        assert {*grad.any(1).nonzero().flatten().tolist()} == expected, label
+    parts = model.value_embeds.grad[sorted(looked_up["value_embeds"])].split(model.model_dim, 1)
+    assert len(parts) == 5 and all(part.any(1).all() for part in parts)
+
+
+def test_without_its_factors_the_bigram_table_changes_nothing() -> None:
+    """They are eleven, one a layer, and each one counts."""
+    model, (inputs, _, cu_seqlens, schedule) = tiny_gpt(F64), batch()
+    first = sum(len(values) for values in list(SCALARS.values())[: list(SCALARS).index("bigram_lambda")])
+    factors = model.scalars.data[first : first + len(LAYERS)].zero_()
+    hidden, table = model.hidden_states(inputs, cu_seqlens, schedule), model.bigram_embed.data.clone()
+    model.bigram_embed.data.zero_()
+    assert torch.equal(model.hidden_states(inputs, cu_seqlens, schedule), hidden)
+    model.bigram_embed.data.copy_(table)
+    for i in range(len(LAYERS)):
+        factors.zero_()[i] = 0.5
+        assert not torch.equal(model.hidden_states(inputs, cu_seqlens, schedule), hidden), i
 
 
 # Rotary positions and YaRN
@@ -336,7 +411,8 @@ def bit_sums(model: GPT) -> dict[str, int]:
 def record_steps(rank: int, world_size: int) -> dict:
     """Step 0 (NorMuon alone) and step 1 (Adam too) of the record preset's model on a short batch.
 
-    Matrices are orthogonalised one by one, each alike: two of each shape are enough for a test, the others stay as they are.
+    Matrices are orthogonalised one by one, each alike: two of each shape are enough for a test, the others stay as they are. So is
+    a fifth of the bigram table.
     """
     torch.set_num_threads(2)
     torch.manual_seed(0)
@@ -349,7 +425,8 @@ def record_steps(rank: int, world_size: int) -> dict:
 
     train_gpt.polar_express = polar_express_of_two
     h = Hyperparameters()
-    model = GPT(h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, 2048, fp8_head=True)
+    sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, 2048)
+    model = GPT(*sizes, bigram_rows=h.bigram_rows // 5, fp8_head=True)
     manager = TrainingManager(model, h)
     inputs, targets, cu_seqlens = random_batch(64, h.vocab_size, (0, 50))
     losses, moved = [], []
@@ -377,7 +454,6 @@ def test_record_model_takes_its_first_steps_on_a_cpu(run_ranks) -> None:
     assert run["losses"][0] == pytest.approx(run["chance"], rel=0.02)
     assert math.isfinite(run["losses"][1]) and run["finite"]
     assert run["moved"][0] == {label for label, row in PARAM_TABLE.items() if row.every_step}
-    # At the start every output matrix is zero: what feeds one alone has no gradient yet, and moves with Adam one step later or
-    # not at all.
-    assert {"attn", "mlp", "lm_head", "embed", "scalars"} <= run["moved"][1]
-    assert run["peak_gib"] < 6
+    # Bigrams, gates and x0_lambdas start at zero: a gate of what is zero has no gradient yet. The rest moves.
+    assert {"attn", "mlp", "lm_head", "embed", "scalars", "value_embeds", "bigram_embed"} <= run["moved"][1]
+    assert run["peak_gib"] < 8

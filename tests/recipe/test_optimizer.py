@@ -320,13 +320,13 @@ def test_gradient_is_divided_by_micro_batches_after_the_backward_pass() -> None:
     model = tiny_gpt(F64)
     manager = TrainingManager(model, h(micro_batches=4))
     add_gradients(model, 1, range(4))
-    total = model.ve0.grad.clone()
+    total = model.value_embeds.grad.clone()
     manager.step_optimizers(1)
-    expected = (1 - PARAM_TABLE["ve0"].betas[0]) * total / 4
-    assert torch.allclose(manager.optimizer.state["ve0"]["exp_avg"], expected, rtol=1e-14, atol=0)
+    expected = (1 - PARAM_TABLE["value_embeds"].betas[0]) * total / 4
+    assert torch.allclose(manager.optimizer.state["value_embeds"]["exp_avg"], expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("label", ["attn", "mlp", "ve1", "lm_head", "embed", "scalars"])
+@pytest.mark.parametrize("label", ["attn", "mlp", "bigram_embed", "lm_head", "embed", "scalars"])
 def test_missing_gradient_is_named(label: str) -> None:
     model = tiny_gpt()
     manager = TrainingManager(model, h())
@@ -337,9 +337,9 @@ def test_missing_gradient_is_named(label: str) -> None:
 
 
 ORDER_FAULTS = {
-    "missing": (lambda order: [x for x in order if x != "ve1"], "missing.*ve1"),
+    "missing": (lambda order: [x for x in order if x != "bigram_embed"], "missing.*bigram_embed"),
     "twice": (lambda order: [*order, "skip_gate"], "twice.*skip_gate"),
-    "unknown": (lambda order: [*order, "ve3"], "unknown.*ve3"),
+    "unknown": (lambda order: [*order, "ve0"], "unknown.*ve0"),
     "renamed": (lambda order: ["head" if x == "lm_head" else x for x in order], "missing.*lm_head.*unknown.*head"),
 }
 
@@ -365,8 +365,8 @@ def test_any_permutation_is_an_order() -> None:
 
 
 def test_table_without_a_parameter_is_refused() -> None:
-    table = {label: config for label, config in PARAM_TABLE.items() if label != "ve1"}
-    with pytest.raises(ValueError, match="missing.*ve1"):
+    table = {label: config for label, config in PARAM_TABLE.items() if label != "bigram_embed"}
+    with pytest.raises(ValueError, match="missing.*bigram_embed"):
         NorMuonAndAdam(tiny_gpt().named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
 
 
@@ -384,7 +384,7 @@ STEPS, SPLIT = 6, train_gpt.split_step(4)  # of h(): Adam on 1, 3 and 5, the spl
 def try_to_shard() -> list[str]:
     """The messages for parameters that two or four ranks cannot share; a bank, padded, is none of them."""
     messages = []
-    for label, shape in (("ve0", (129, 16)), ("mlp", (3, 1, 64, 16)), ("lm_head", (17, 128))):
+    for label, shape in (("bigram_embed", (129, 16)), ("mlp", (3, 1, 64, 16)), ("lm_head", (17, 128))):
         try:
             NorMuonAndAdam([(label, nn.Parameter(torch.zeros(shape)))], {label: PARAM_TABLE[label]}, [label], [label])
         except ValueError as error:
@@ -488,7 +488,7 @@ def test_split_embed_has_a_life_of_its_own(trained, world_size: int) -> None:
         before = ranks[0]["history"][4]["params"][label].numpy()
         v = whole(ranks, SPLIT, label, "exp_avg_sq").numpy()
         g = summed_gradient(label, shape, (4, 5)).numpy()
-        expected_weights, _, _ = adam_reference(before, g, start.numpy(), v, 3, PARAM_TABLE[label], train_gpt.EXTENSION.lr)
+        expected_weights, _, _ = adam_reference(before, g, start.numpy(), v, 3, PARAM_TABLE[label], train_gpt.LR_FLOOR)
         assert np.abs(params[label].numpy() - expected_weights).max() <= 1e-13
 
 
@@ -530,5 +530,5 @@ def test_each_rank_keeps_the_state_of_its_share_alone(trained, world_size: int) 
 def test_parameter_that_cannot_be_sharded_is_named(trained, world_size: int) -> None:
     for messages in (rank["refusals"] for rank in trained(world_size)):
         assert len(messages) == 2
-        for message, label, shape in zip(messages, ("ve0", "lm_head"), ("(129, 16)", "(17, 128)")):
+        for message, label, shape in zip(messages, ("bigram_embed", "lm_head"), ("(129, 16)", "(17, 128)")):
             assert label in message and shape in message and f"{world_size} ranks" in message and "--comms" in message

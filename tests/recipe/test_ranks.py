@@ -335,12 +335,13 @@ def test_traffic_is_the_theorys_call_by_call(runs, variant: str, world_size: int
 
 
 def test_theory_at_the_records_size() -> None:
-    """By hand: (W − 1)/W of a parameter's bf16 bytes there and as many back, for the two banks and five embeddings."""
+    """By hand: (W − 1)/W of a parameter's bf16 bytes there and as many back, for the two banks and the four tables."""
     h = Hyperparameters()
     calls = expected_calls(model_parameters(h), param_table(h), 8, True, False)
     dim, vocab, matrices = h.model_dim, -(-h.vocab_size // 128) * 128, 4 * train_gpt.ATTENTION_LAYERS
     mlp = 2 * train_gpt.MLP_BANK_LAYERS * 4 * dim * dim
-    sizes = dict(attn=matrices * dim * dim, mlp=mlp, ve0=vocab * dim, lm_head=dim * vocab)
+    tables = dict(value_embeds=vocab * train_gpt.VALUE_LAYERS * dim, bigram_embed=h.bigram_rows * dim)
+    sizes = dict(attn=matrices * dim * dim, mlp=mlp, lm_head=dim * vocab, embed=vocab * dim, **tables)
     for label, elements in sizes.items():
         assert [calls[label, phase] for phase in ("reduce", "gather")] == [
             ("reduce-scatter", 7 / 8 * 2 * elements),
@@ -355,33 +356,36 @@ def test_theory_at_the_records_size() -> None:
 
 
 class LargeOperations(TorchDispatchMode):
-    """Names of the operations whose result is new, or written, and as large as a whole bank or embedding; collectives aside."""
+    """Names of the operations whose result is new, or written, and as large as a whole bank or table, but no rank's shard of a
+    larger one; collectives aside."""
 
-    def __init__(self, elements: int):
+    def __init__(self, elements: int, shards: set[torch.Size]):
         super().__init__()
-        self.elements, self.names = elements, []
+        self.elements, self.shards, self.names = elements, shards, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         outputs = [x for x in (result if isinstance(result, tuple | list) else [result]) if isinstance(x, Tensor)]
         view = all(alias.alias_info is not None and not alias.alias_info.is_write for alias in function._schema.returns)
-        if function.namespace != "c10d" and not view and any(x.numel() >= self.elements for x in outputs):
+        large = any(x.numel() >= self.elements and x.shape not in self.shards for x in outputs)
+        if function.namespace != "c10d" and not view and large:
             self.names.append(function.overloadpacket.__name__)
         return result
 
 
 def traced_steps(rank: int, world_size: int) -> list[dict]:
-    """For four steps, two before and two after the split, of a model whose smallest bank or embedding is larger than any shard:
-    what forward and backward passes of two micro-batches, and the optimizer's step, do with tensors as large as a parameter;
-    and by address where gradients and weights are, and where the collectives work."""
+    """For four steps, two before and two after the split: what forward and backward passes of two micro-batches, and the
+    optimizer's step, do with tensors as large as a parameter; and by address where gradients and weights are, and where the collectives work."""
     cpu.forget_cpu()  # casts for bf16 units are copies
     model = tiny_gpt(vocab_size=1024)
     manager = TrainingManager(model, Hyperparameters(block_size=16))
     whole = min(p.numel() for label, p in model.named_parameters() if label in SHARDED)
-    assert whole > max(manager.optimizer.shards[label].numel() for label in SHARDED)
+    owned = [manager.optimizer.shards[label] for label in SHARDED]
+    shards = {shape for shard in owned for shape in (shard.shape, shard.view(-1).shape)}
+    assert not shards & {shape for p in model.parameters() for shape in (p.shape, p.view(-1).shape)}
     history = []
     for step in range(4):
-        with LargeOperations(whole) as backward:
+        with LargeOperations(whole, shards) as backward:
             for seed in (2 * rank, 2 * rank + 1):
                 batch = random_batch(64, 1024, (0, 20), seed=seed)
                 model(*batch, ForwardSchedule(torch.ones(1), 16, 48)).backward()
@@ -413,7 +417,7 @@ def traced_steps(rank: int, world_size: int) -> list[dict]:
             patch.object(train_gpt, "transpose_add", add_seen),
             patch.object(train_gpt, "reduce_scatter", reduce_seen),
             patch.object(train_gpt, "all_gather", gather_seen),
-            LargeOperations(whole) as update,
+            LargeOperations(whole, shards) as update,
         ):
             manager.optimizer.step(step % 2 == 1)
         if step == 1:
@@ -534,7 +538,7 @@ def test_wide_gradients_stay_for_adam_and_come_back_from_a_saved_state() -> None
     manager.load_state_dict(saved)
     assert unequal(saved["partial"], manager.optimizer.gradients()) == []
     assert unequal(first, go_on()) == []
-    assert not torch.equal(first["ve0"], saved["same"]["parameters"]["ve0"])
+    assert not torch.equal(first["bigram_embed"], saved["same"]["parameters"]["bigram_embed"])
 
 
 def test_wide_and_plain_gradients_agree_where_sums_are_exact() -> None:

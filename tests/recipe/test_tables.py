@@ -43,19 +43,19 @@ GPT = Scaled
 """),
     "layers": ("LAYERS", """
 LAYERS = (
-    Layer("short", paired=True, value="ve1"),
-    Layer("short", value="ve2"),
+    Layer("short", paired=True, value_gate=9),
+    Layer("short", value_gate=12),
     Layer("long", paired=True),
     Layer("long", key_offset=True, keep="skip"),
-    Layer("long", paired=True, value="ve0"),
+    Layer("long", paired=True, value_gate=1),
     Layer("short", key_offset=True, keep="early"),
     Layer(add="skip"),
     Layer("short", keep="backout"),
-    Layer("short", value="ve0"),
-    Layer("short", paired=True, value="ve1"),
+    Layer("short", value_gate=6),
+    Layer("short", paired=True, value_gate=6),
     Layer(add="early"),
     Layer("long"),
-    Layer("short", value="ve2"),
+    Layer("short", value_gate=3),
 )
 """),
     "rule": ("NorMuon", """
@@ -64,13 +64,13 @@ class SGD(ParamConfig):
         rows.sub_(grad, alpha=self.lr * now.lr_mul * now.grad_scale)
 """),
     "rule in use": ("PARAM_TABLE", """
-PARAM_TABLE["ve1"] = SGD("sharded", lr=0.5, weight_decay=0.0)
+PARAM_TABLE["value_embeds"] = SGD("sharded", lr=0.5, weight_decay=0.0)
 """),
     "rule of the head": ("PARAM_TABLE", """
 PARAM_TABLE["lm_head"] = SGD("sharded", lr=0.5, weight_decay=0.0)
 """),
     "tie": ("PARAM_TABLE", """
-PARAM_TABLE["ve0"] = replace(PARAM_TABLE["ve0"], tied_to="lm_head")
+PARAM_TABLE["bigram_embed"] = replace(PARAM_TABLE["bigram_embed"], tied_to="lm_head")
 """),
 }  # fmt: skip
 
@@ -90,7 +90,8 @@ def idea(folder: Path, *names: str) -> ModuleType:
 
 
 def manager_of(script: ModuleType, **changes: Any) -> Any:
-    return script.TrainingManager(tiny_gpt(torch.float64, script=script), short_schedule(script=script, **changes))
+    h = short_schedule(script=script, **{"bigram_rows": 640, **changes})
+    return script.TrainingManager(tiny_gpt(torch.float64, script=script, bigram_rows=h.bigram_rows), h)
 
 
 def train(manager: Any, first: int, last: int, rank: int = 0, world_size: int = 1) -> dict[int, dict[str, Tensor]]:
@@ -136,7 +137,7 @@ def four_stages(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return idea(tmp_path_factory.mktemp("stages"), "fourth stage")
 
 
-def test_fourth_stage_has_its_steps_and_its_peak_one_step_later(four_stages: ModuleType) -> None:
+def test_fourth_stage_has_its_steps_and_its_peak(four_stages: ModuleType) -> None:
     """Of 120 steps: from 80, where the second stage ends, to 90."""
     h = short_schedule(script=four_stages, num_scheduled_iterations=120)
     said = [four_stages.step_schedule(step, h) for step in range(h.total_iterations)]
@@ -146,8 +147,8 @@ def test_fourth_stage_has_its_steps_and_its_peak_one_step_later(four_stages: Mod
     assert [s.mtp_weights[1] for s in said[80:90]] == pytest.approx([0.4 - 0.03 * i for i in range(10)], rel=1e-12)
     assert len(said[79].mtp_weights) == 2 and len(said[90].mtp_weights) == 1
     weights = [(1 - step / 120) / (1 - four_stages.LR_DECAY_FROM) for step in range(120)]
-    peaks = [(said[step].lr_mul - four_stages.LR_FLOOR * (1 - weights[step])) / weights[step] for step in range(79, 93)]
-    expected = [four_stages.STAGES[1].lr] * 2 + [row.lr] * 10 + [four_stages.STAGES[3].lr] * 2
+    peaks = [(said[step].lr_mul - four_stages.LR_FLOOR * (1 - weights[step])) / weights[step] for step in range(79, 92)]
+    expected = [four_stages.STAGES[1].lr] + [row.lr] * 10 + [four_stages.STAGES[3].lr] * 2
     assert peaks == pytest.approx(expected, rel=1e-12)
 
 
@@ -222,8 +223,9 @@ def test_layers_are_their_rows(tmp_path: Path) -> None:
     make = functools.partial(manager_of, script)
     manager, layers = make(), script.LAYERS
     model = manager.model
-    with_window, with_value = (sum(bool(getattr(layer, column)) for layer in layers) for column in ("window", "value"))
-    assert len(model.attn) == len(model.attn_gate_bank) == with_window and len(model.ve_gate_bank) == with_value
+    with_window, with_value = (sum(bool(getattr(layer, column)) for layer in layers) for column in ("window", "value_gate"))
+    assert len(model.attn) == len(model.attn_gate_bank) == with_window
+    assert len(model.ve_gate_bank) == model.value_embeds.size(1) // model.model_dim == with_value
     assert len(model.mlp) == 4 * math.ceil(len(layers) / 4) and len(model.x0_lambdas) == len(layers)
 
     inputs, targets, cu_seqlens = random_batch(64, 120, (0, 17, 40))
@@ -253,7 +255,7 @@ def test_layers_are_their_rows(tmp_path: Path) -> None:
 
 def assert_sgd(script: ModuleType, h: Any, before: Tensor, after: Tensor, gradient: Tensor) -> None:
     """By exactly lr · gradient: a product and a difference, each rounded once, of factors that are rounded twice."""
-    row, now = script.PARAM_TABLE["ve1"], script.step_schedule(1, h)
+    row, now = script.PARAM_TABLE["value_embeds"], script.step_schedule(1, h)
     step = row.lr * now.lr_mul / h.micro_batches * gradient
     assert ((after - (before - step)).abs() <= 4 * U64 * (before.abs() + step.abs())).all() and step.any()
 
@@ -264,19 +266,20 @@ def test_third_rule_moves_its_parameter_by_its_update_alone(tmp_path: Path) -> N
     manager = make()
     start = parameters(manager)
     gradients = train(manager, 0, 3)
-    assert_sgd(script, manager.h, start["ve1"], parameters(manager)["ve1"], gradients[1]["ve1"])
-    own = [name for name in manager.state_dict()["sharded"]["ve1"] if not name.startswith("average")]
-    assert own == [] and [*manager.optimizer.state["ve1"]] == [*manager.state_dict()["sharded"]["ve1"]]
+    label = "value_embeds"
+    assert_sgd(script, manager.h, start[label], parameters(manager)[label], gradients[1][label])
+    saved = manager.state_dict()["sharded"][label]
+    assert [name for name in saved if not name.startswith("average")] == [] and [*manager.optimizer.state[label]] == [*saved]
     plain = manager_of(idea(tmp_path, "rule"))
     train(plain, 0, 2)
     again = make()
     train(again, 0, 2)
-    assert unequal(parameters(again), parameters(plain)) == ["ve1"]
+    assert unequal(parameters(again), parameters(plain)) == [label]
     assert_comes_back(make, manager, 3)
 
 
 def train_on_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Three steps with SGD on ve1, its whole state before the third, and what a fresh manager makes of it."""
+    """Three steps with SGD on value_embeds, its whole state before the third, and what a fresh manager makes of it."""
     script = idea(folder / f"{rank}", "rule", "rule in use")
     ranks = Ranks(rank, world_size, torch.device("cpu"))
     manager, other = manager_of(script), manager_of(script)
@@ -325,24 +328,24 @@ def test_tied_parameters_may_have_different_rules(tmp_path: Path) -> None:
 
 
 def test_second_tie_is_one_column(tmp_path: Path) -> None:
-    """ve0 beside embed: lm_head learns from three gradients, both are its transpose, and part from it with its state."""
+    """A third table of as many rows: lm_head learns from three gradients, both are its transpose, and part with its state."""
     script = idea(tmp_path, "tie")
-    make = functools.partial(manager_of, script)
+    make = functools.partial(manager_of, script, bigram_rows=128)
     manager = make()
     gradients = train(manager, 0, 2)[1]
     row, state = script.PARAM_TABLE["lm_head"], manager.optimizer.state
-    total = gradients["lm_head"] + gradients["embed"].T + gradients["ve0"].T
+    total = gradients["lm_head"] + gradients["embed"].T + gradients["bigram_embed"].T
     expected = (1 - row.betas[0]) * total / manager.h.micro_batches
     assert (state["lm_head"]["exp_avg"] - expected).abs().max() <= TOLERANCE64 * expected.abs().max()
     params = parameters(manager)
-    assert torch.equal(params["embed"], params["lm_head"].T) and torch.equal(params["ve0"], params["lm_head"].T)
+    assert torch.equal(params["embed"], params["lm_head"].T) and torch.equal(params["bigram_embed"], params["lm_head"].T)
     train(manager, 2, manager.split_step + 1)
-    for label in ("embed", "ve0"):
+    for label in ("embed", "bigram_embed"):
         assert state[label]["step"] == state["lm_head"]["step"]
         assert all(torch.equal(state[label][name], state["lm_head"][name].T) for name in ("exp_avg", "exp_avg_sq"))
     train(manager, manager.split_step + 1, manager.split_step + 3)
     params = parameters(manager)
-    assert not torch.equal(params["embed"], params["lm_head"].T) and not torch.equal(params["ve0"], params["embed"])
+    assert not torch.equal(params["embed"], params["lm_head"].T) and not torch.equal(params["bigram_embed"], params["embed"])
     assert_comes_back(make, manager, manager.split_step + 3)
 
 
@@ -359,7 +362,8 @@ def stage(i: int, **changes: Any) -> tuple:
 
 MISTAKES = {
     "window": ("LAYERS", lambda: layer(4, window="shrot"), "LAYERS, layer 4: there is no window 'shrot'"),
-    "value": ("LAYERS", lambda: layer(8, value="ve3"), "LAYERS, layer 8: there is no parameter 've3'"),
+    "gate": ("LAYERS", lambda: layer(8, value_gate=13), "LAYERS, layer 8: value_gate is 13, must be 0 to 12"),
+    "negative gate": ("LAYERS", lambda: layer(8, value_gate=-1), "LAYERS, layer 8: value_gate is -1, must be 0 to 12"),
     "add": ("LAYERS", lambda: layer(6, add="skp"), "LAYERS, layer 6: none keeps 'skp'"),
     "add before keep": ("LAYERS", lambda: layer(2, add="skip"), "LAYERS, layer 2: none keeps 'skip'"),
     "end": ("STAGES", lambda: stage(2, until=0.9), "STAGES: until must rise and end at 1, is .*0.9"),

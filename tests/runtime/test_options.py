@@ -19,7 +19,7 @@ POSITIVE = (
     "vocab_size", "model_dim", "num_heads", "head_dim", "num_scheduled_iterations", "batch_unit", "micro_batches", "block_size",
     "val_tokens", "val_batch_tokens", "keep_checkpoints",
 )  # fmt: skip
-FROM_TWO = ("max_doc_len",)
+FROM_TWO = ("max_doc_len", "bigram_rows")
 FLOATS = ("attention_scale", "adam_lr_mul", "muon_lr_mul", "sample_temperature", "sample_nucleus")
 HUGE = 10**30
 OPTIONS = [  # arguments, message, exit code

@@ -176,8 +176,8 @@ def test_a_bad_loss_is_found_before_it_reaches_the_weights(shards, tmp_path, mon
 
 def test_what_the_loss_does_not_show_is_found_at_a_validation(shards, tmp_path, monkeypatch, capsys, no_warm_up):
     """A value embedding of a token that no text holds."""
-    spoil_a_weight(monkeypatch, 3, "ve1", 300, torch.nan)
-    message = r"the validation loss is \d\.\d+ at step 4: stopped; not finite: the weights of ve1\n"
+    spoil_a_weight(monkeypatch, 3, "value_embeds", 300, torch.nan)
+    message = r"the validation loss is \d\.\d+ at step 4: stopped; not finite: the weights of value_embeds\n"
     ends_with(capsys, options(shards, tmp_path), message, code=1)
     assert "step:4/8 val_loss" not in lines_of(tmp_path / "logs" / "run.txt")
 
