@@ -66,9 +66,9 @@ class _Exchange:
                 self.received = None
 
 
-def reduce_scatter(own: Tensor, grad: Tensor, async_op: bool) -> "dist.Work | _Exchange":
-    """Sum grad (W·n,) over the W ranks; own (n,), a part of it or not, becomes this rank's rows. The result has a wait()."""
+def reduce_scatter(own: Tensor, grad: Tensor) -> "dist.Work | _Exchange":
+    """Launch the sum of grad (W·n,) over the W ranks; own (n,), a part of it or not, holds this rank's rows after wait()."""
     if not grad.is_cuda:
         return _Exchange(own, grad)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in PyTorch 2.13
-    return scatter(own, grad, async_op=async_op)
+    return scatter(own, grad, async_op=True)

@@ -944,7 +944,7 @@ class NorMuonAndAdam:
             return own, None
         if self.table[label].comms == "replicated":
             return own, dist.all_reduce(grad, async_op=True)
-        return own, reduce_scatter(self._rank_share(label, grad).view(-1), grad.view(-1), async_op=True)
+        return own, reduce_scatter(self._rank_share(label, grad).view(-1), grad.view(-1))
 
     def _update(self, label: str, grad: Tensor) -> None:
         now = Now(self.lr_mul, self.momentum, 1 / self.grad_divisor)

@@ -202,6 +202,11 @@ CHANGES = {  # by file: what, tests, old, new
         ("keys are offset in the dims that rotate", "recipe/model",
          "here, before = k.chunk(2, -1)", "before, here = k.chunk(2, -1)"),
     ),
+    "cpu.py": (
+        ("an exchange forgets the other ranks' rows", "recipe/ranks",
+         "torch.sum(self.received.view(-1, len(self.own)), 0, out=self.own)",
+         "self.own.copy_(self.received.view(-1, len(self.own))[0])"),
+    ),
     "data/loader.py": (
         ("the rest of a cut document is not dropped", "data/loader",
          "first, step = ranges[-1][1], step + 1", "first, step = ranges[-1][1] - 1, step + 1"),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -196,7 +197,7 @@ def test_fused_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
     x, w = x.detach().to(dtype), w.detach().to(dtype)
     forward, backward = torch.ops.bankrun.fp8_head_loss.default, torch.ops.bankrun.fp8_head_loss_backward.default
     rules = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, (x, w, targets, weights, *SCALES), test_utils=rules)
-    torch.library.opcheck(forward, (x.clone().requires_grad_(), w.clone().requires_grad_(), targets, weights, *SCALES), test_utils=rules)
+    library.opcheck(forward, (x, w, targets, weights, *SCALES), test_utils=rules)
+    library.opcheck(forward, (x.clone().requires_grad_(), w.clone().requires_grad_(), targets, weights, *SCALES), test_utils=rules)
     loss, *saved = forward(x, w, targets, weights, *SCALES)
-    torch.library.opcheck(backward, (loss, *saved, dtype, *SCALES), test_utils=rules)
+    library.opcheck(backward, (loss, *saved, dtype, *SCALES), test_utils=rules)

@@ -6,7 +6,7 @@ differ, for all of them.
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -114,10 +114,10 @@ def test_fp8_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
     rules = ("test_autograd_registration", "test_faketensor")
     x, w, grad = normal("x", (32, 16)).to(dtype), normal("w", (16, 48), 0.1).to(dtype), normal("grad", (32, 48), 0.05).to(dtype)
     forward, backward = torch.ops.bankrun.fp8_linear.default, torch.ops.bankrun.fp8_linear_backward.default
-    torch.library.opcheck(forward, (x, w, *SCALES), test_utils=(*rules, "test_schema", "test_aot_dispatch_dynamic"))
+    library.opcheck(forward, (x, w, *SCALES), test_utils=(*rules, "test_schema", "test_aot_dispatch_dynamic"))
     _, x8, w8 = forward(x, w, *SCALES)
-    torch.library.opcheck(backward, (grad, x8, w8, *SCALES), test_utils=(*rules, "test_aot_dispatch_dynamic"))
-    torch.library.opcheck(forward, (x.requires_grad_(), w.requires_grad_(), *SCALES), test_utils=rules)
+    library.opcheck(backward, (grad, x8, w8, *SCALES), test_utils=(*rules, "test_aot_dispatch_dynamic"))
+    library.opcheck(forward, (x.requires_grad_(), w.requires_grad_(), *SCALES), test_utils=rules)
 
 
 # The GPU's path, traced without a GPU
