@@ -130,6 +130,8 @@ def main(argv: list[str] | None = None) -> None:
         guard_console()
         sys.stdout.reconfigure(errors="replace")
         print(printable(f"{args.prompt}⟫{text}"), flush=True)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except (ValueError, OSError) as error:
         print(printable(f"sample.py: error: {error}"), file=sys.stderr)
         raise SystemExit(1) from None

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from data.shards import whole_file
+from launch.console import RunError, tell
 from runtime.ranks import Ranks
 
 
 def steps_of(text: str) -> range:
     """A:B as the steps from A on and before B; none if empty. Raises ValueError for anything else."""
     first, _, end = text.partition(":")
-    if text and not (first.isdecimal() and end.isdecimal() and int(first) < int(end) < 2**40):
+    if text and not (first.isdecimal() and end.isdecimal() and len(text) < 28 and int(first) < int(end)):
         raise ValueError(f"--trace_steps={text}: must be A:B, for the steps from A on and before B")
     return range(int(first), int(end)) if text else range(0)
 
@@ -86,15 +88,26 @@ class Tracer:
         self.rows.append([step, "", "step", start, self.now(), 0])
         del optimizer._launch_reduction, optimizer._update, optimizer._launch_gather  # back to the class's
 
-    def write(self, path: Path) -> None:
-        """All ranks' rows, times in seconds, into a file. Called by every rank, at the run's end."""
+    def gather(self) -> dict[str, Any]:
+        """All ranks' rows, times in seconds; empty if no step was to be traced. Called by every rank, at the run's end."""
         if not self.steps:
-            return
+            return {}
         if self.on_gpu:
             torch.cuda.synchronize()
         seconds = (lambda t: self.rows[0][3].elapsed_time(t) / 1000) if self.on_gpu else float
         rows = [[*row[:3], seconds(row[3]), seconds(row[4]), row[5]] for row in self.rows]
         clock = "" if self.on_gpu else platform.node()  # ranks with the same clock need no aligning
         found = {"format": "bankrun trace 1", "device": self.ranks.device.type}
-        found["ranks"] = self.ranks.gather({"clock": clock, "rows": rows})
-        self.ranks.on_all(*(path.write_text, json.dumps(found)) if self.ranks.first else (str,))
+        return found | {"ranks": self.ranks.gather({"clock": clock, "rows": rows})}
+
+    def write(self, path: Path, found: dict[str, Any]) -> None:
+        """What was gathered, into a file, by the first rank; without a traced step what is there stays. Raises RunError."""
+        if not found or not self.ranks.first:
+            return
+        if not any(rank["rows"] for rank in found["ranks"]):
+            return tell(f"no trace: this run made no step of --trace_steps={self.steps.start}:{self.steps.stop}")
+        try:
+            with whole_file(path) as file:
+                file.write(json.dumps(found).encode())
+        except OSError as error:
+            raise RunError(f"{path}: {error.strerror}: the run is through, its trace is lost") from error

@@ -1320,8 +1320,9 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
                 run.log.write(report, console=True)
             run.end_step()
         batches.close()
+        trace = tracer.gather()
         run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)
-        tracer.write(run.folder.with_name(f"{run.folder.name}.trace.json"))
+        tracer.write(run.folder.with_name(f"{run.folder.name}.trace.json"), trace)
 
 
 def main(argv: list[str] | None = None) -> None:

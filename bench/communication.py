@@ -7,6 +7,7 @@ tests/recipe/test_ranks.py compares the two, call by call. Bytes are those that 
 algorithm: (W−1)/W of the tensor for a reduce-scatter or an all-gather, twice that for an all-reduce.
 """
 
+import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -213,11 +214,19 @@ def memory_table(parameters: dict[str, Parameter], h: Hyperparameters, world_siz
     return markdown(["MB of state on a rank", *(f"W = {W}" for W in world_sizes)], rows)
 
 
+def numbers(text: str) -> list[int]:
+    """2,4,8 as numbers of ranks. Raises ValueError."""
+    found = [int(W) for W in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
 def main() -> None:
-    chosen = [option for option in sys.argv[1:] if option.startswith("--world_sizes=")]
-    options = [option for option in sys.argv[1:] if option not in chosen]
-    h = trainer_settings(options, preset="record")
-    world_sizes = [int(W) for W in chosen[-1].partition("=")[2].split(",")] if chosen else [2, 4, 8, 16]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world_sizes", type=numbers, default=[2, 4, 8, 16])
+    args, options = parser.parse_known_args()
+    h, world_sizes = trainer_settings(options, preset="record"), args.world_sizes
     parameters = model_parameters(h)
     print(traffic_table(parameters, h, world_sizes), "\n")
     print(memory_table(parameters, h, [1, *world_sizes]), "\n")

@@ -395,7 +395,7 @@ def main(argv: list[str] | None = None) -> None:
             search_orders(args, options)
         else:
             {"show": show, "simulate": show_step, "validate": validate}[args.command](args)
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         raise SystemExit(f"order.py: error: {error}") from None
 
 

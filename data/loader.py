@@ -75,7 +75,13 @@ def find_shards(pattern: str) -> list[str]:
 # Documents of a shard
 
 
-CHECKED: dict[str, int] = {}  # by path, the digests of the shards that check_data has read last: a run reads them again
+LISTED: dict[str, list[str]] = {}  # by pattern, the shards that check_data has found last: a run reads these
+CHECKED: dict[str, int] = {}  # by path, the digests of those that it has read
+
+
+def shards_in_use(pattern: str) -> list[str]:
+    """As find_shards, but what check_data has found there, if it has: what comes into the folder later is not read."""
+    return LISTED.get(pattern) or find_shards(pattern)
 
 
 def read_unchanged(path: str, vocab_size: int | None) -> np.ndarray:
@@ -130,7 +136,7 @@ class Documents:
 def first_documents(folder: str, bos_id: int, tokens: int, count: int) -> list[list[int]]:
     """The first documents of the first validation shard that are as long, bos first, cut at `tokens` tokens: at most `count`,
     but the first in any case. Raises DataError."""
-    documents = Documents(find_shards(val_pattern(folder))[0], tokens, bos_id, vocab_size=None)
+    documents = Documents(shards_in_use(val_pattern(folder))[0], tokens, bos_id, vocab_size=None)
     chosen = np.flatnonzero(documents.lengths == tokens)[:count].tolist() or [0]
     return [documents.slice(i, i + 1, tokens)[0].tolist() for i in chosen]
 
@@ -341,7 +347,7 @@ def distributed_data_generator(
     tokens_at = batch_tokens if callable(batch_tokens) else lambda step: batch_tokens
     if micro_batches % world_size:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared evenly by {world_size} ranks")
-    files = find_shards(pattern)
+    files = shards_in_use(pattern)
     share = micro_batches // world_size
     mine = range(rank * share, (rank + 1) * share)
 
@@ -396,13 +402,14 @@ def check_data(
     """Raise DataError if the shards cannot feed all steps, or the validation: before step 0, not at step 1700.
 
     batch_tokens: tokens of a step's batch. val_tokens: of the first validation shard, from its start, in whole batches of
-    val_batch_tokens. Every micro-batch is planned, and its documents counted; none is made. Who reads these shards later in
-    this process finds these tokens, or an error.
+    val_batch_tokens. Every micro-batch is planned, and its documents counted; none is made. Who reads the folder later in
+    this process finds these shards and tokens, or an error.
     """
-    val, train = find_shards(val_pattern(folder)), find_shards(train_pattern(folder))
+    LISTED.clear()
+    CHECKED.clear()
+    val, train = (LISTED.setdefault(pattern, find_shards(pattern)) for pattern in (val_pattern(folder), train_pattern(folder)))
     shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in (*train, *val)}
     most, faults = 0, []  # most documents in a micro-batch; where there are too many
-    CHECKED.clear()
 
     def note_digest(documents: Documents) -> str:
         name, CHECKED[documents.path] = os.path.basename(documents.path), digest_of(documents.tokens)
@@ -445,6 +452,6 @@ def check_data(
         return DataFacts(shards, 1 << (longest - 1).bit_length())
     needed = sum(batch_tokens(step) for step in range(steps))
     raise DataError(
-        f"{train_pattern(folder)}: {steps} steps need {needed:,} tokens and what document cuts drop; these {len(train)} shards "
-        f"hold {present:,} usable ones, enough for {fed} steps: add shards or lower --num_scheduled_iterations"
+        f"{train_pattern(folder)}: {steps} steps need {needed:,} tokens and what document cuts drop; the shards here "
+        f"({len(train)}) hold {present:,} usable ones, enough for {fed} steps: add shards or lower --num_scheduled_iterations"
     )

@@ -3,6 +3,7 @@
 import os
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,7 +16,10 @@ class Sources:
     def __init__(self, script: str | Path):
         """script: in the project (ideas/idea.py) or elsewhere, then with the files that it imports from there."""
         self.path = Path(script).resolve()
-        self.contents = {path: path.read_bytes() for path in {self.path, *python_files(ROOT)} if path.is_file()}
+        self.contents = {}
+        for path in filter(Path.is_file, {self.path, *python_files(ROOT)}):
+            with suppress() if path == self.path else suppress(OSError):  # one that cannot be read cannot be imported
+                self.contents[path] = path.read_bytes()
         self.script = self._name(self.path)  # its path in the project, or its file's name
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
 

@@ -143,8 +143,10 @@ def console(text: str, stream: str = "stdout") -> None:
 
 
 def find_script(given: list[str]) -> tuple[Path, list[str]]:
-    """The script, and the options after it: where the user stands, else in the project. Raises LaunchError."""
-    first, options = (given[0], given[1:]) if given and given[0].endswith(".py") else ("train_gpt.py", given)
+    """The script, and the options after it: where the user stands, else in the project; if none is given, the project's own.
+    Raises LaunchError."""
+    named = bool(given) and given[0].endswith(".py")
+    first, options = (given[0], given[1:]) if named else (f"{ROOT / 'train_gpt.py'}", given)
     path = next((path for folder in (Path.cwd(), ROOT) if (path := folder / first).is_file()), None)
     if path is None:
         places = " or ".join(dict.fromkeys((f"{Path.cwd()}", f"{ROOT}")))
@@ -395,6 +397,7 @@ class Ranks:
                 deadline = min(deadline, time.monotonic() + PATIENCE) if told == 1 else time.monotonic() + 2
                 if told == 1:
                     how = "a step that has begun is finished; a second one ends all ranks at once"
+                    how = "ends all ranks at once" if number == signal.SIGQUIT else how
                     tell(self.name, f"{signal.Signals(number).name}: {how}")
             if failed is None and (failed := self._failed()) is not None:
                 self._send(signal.SIGTERM)

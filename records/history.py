@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 import compare
 import tool
-from groups import Group, InputError, choose, find_logs, folded, gather, plural
+from groups import Group, InputError, choose, find_logs, folded, gather, on_several_machines, plural
 from runlog import RunLog, read_log
 from tool import clean, markdown
 
@@ -129,15 +129,15 @@ def table(records: list[Record], here: str = "") -> str:
             "|---" * 7 + "|",
         ]
         for number, record in reversed([*enumerate(of_track, 1)]):
-            name, times = f"{here}{record.folder.name}", record.group.times
-            log = quote(record.group.runs[0].path.as_posix().encode("utf-8", "surrogateescape"))
+            name, times, runs = f"{here}{record.folder.name}", record.group.times, record.group.runs
+            log = quote(runs[0].path.as_posix().encode("utf-8", "surrogateescape"))
             cells = [
                 f"[{number}]({name}/README.md)",
-                f"{compare.mean(times):.3f} s" if len(times) == len(record.group.runs) else "?",
+                f"{compare.mean(times):.3f} s" if len(times) == len(runs) and not on_several_machines(runs) else "?",
                 f"{compare.mean(record.group.losses):.4f}",
                 markdown(record.description),
                 record.date,
-                f"[log]({name}/{log}), of {len(record.group.runs)}",
+                f"[log]({name}/{log}), of {len(runs)}",
                 markdown(", ".join(record.contributors)),
             ]
             lines.append(f"| {' | '.join(cells)} |")

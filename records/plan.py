@@ -10,7 +10,7 @@ import math
 
 import t_tests
 import tool
-from groups import InputError, gather
+from groups import InputError, gather, on_several_machines
 from t_tests import MOST_RUNS, POWER, RANGE, P
 
 SIGMA = 0.0014  # of final losses between seeds, in the public speedrun's records
@@ -60,12 +60,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("logs", nargs="*", default=[], metavar="LOGS", help="runs of one kind, whose σ is taken")
     parser.add_argument("--sigma", type=tool.finite, help=f"standard deviation between runs (of losses: {SIGMA:g})")
     parser.add_argument("--time", action="store_true", help="the difference is one of times, in seconds")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     between = None
     try:
         if options.logs and options.sigma is None:
             group = gather("logs", *options.logs)
             values = group.times if options.time else group.losses
+            if options.time and (mixed := on_several_machines(group.runs)):
+                raise InputError(f"{' '.join(options.logs)}: times of different machines have no σ: {', '.join(mixed)}")
             if not t_tests.sigma(values) > 0:
                 raise InputError(f"{' '.join(options.logs)}: {len(values)} runs give no σ: it takes two that differ")
             options.sigma, between = t_tests.sigma(values), spread_range(values)

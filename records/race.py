@@ -97,6 +97,8 @@ def set_cut_aside(log: Path) -> None:
     while (other := log.with_name(f"{log.stem}.cut{count}.txt")).exists():
         count += 1
     log.rename(other)
+    if (folder := log.with_suffix("")).is_dir():  # its checkpoints, which the run to come would delete
+        folder.rename(other.with_suffix(""))
 
 
 def run_to_its_end(command: list[str]) -> int:

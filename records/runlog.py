@@ -114,7 +114,8 @@ class RunLog:
     def shards(self) -> dict[str, str]:
         """The digest of each shard that the run has read, by name; empty in logs that do not tell."""
         line = re.search(r"^shards: (.+)$", self.environment, re.MULTILINE)
-        return dict(re.findall(r"'([^']+)' ([0-9a-f]{8})\b", line[1])) if line else {}
+        quoted = re.findall(r"""('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+") ([0-9a-f]{8})\b""", line[1] if line else "")
+        return {name[1:-1]: digest for name, digest in quoted}
 
     @property
     def recipe_settings(self) -> dict[str, str]:
@@ -469,7 +470,7 @@ MACHINE = (
     ("host", r"(?im)^host(?:name)?\s*[:=]\s*(\S+)"),
     ("driver", r"\bDriver Version: (\S+)"),
     ("kernel", r"(?m)^(\S+), \d+ ranks$"),
-    ("CPU", r"(?m)^cpu: (.+ cores)\b"),
+    ("CPU", r"(?m)^cpu: (.+ cores(?:, \d+ threads a rank)?)"),
     ("ranks", r"(?m), (\d+) ranks$"),
 )
 DATES = (

@@ -156,6 +156,9 @@ def cautions_of_both(a: Group, b: Group, pairs: bool, why_not: str) -> list[str]
     if others := sorted(name for name in before.keys() & after.keys() if before[name] != after[name]):
         found.append(f"{plural(len(others), 'shard')}, such as {others[0]}, held other tokens when {b.name} ran than when "
                      f"{a.name} did: neither losses nor times compare")  # fmt: skip
+    elif not ({*before.values()} <= {*after.values()} or {*before.values()} >= {*after.values()}):  # a longer run reads more
+        found.append(f"{b.name} read other tokens than {a.name}, in shards such as {min(after)} and {min(before)}: neither "
+                     f"losses nor times compare")  # fmt: skip
     n_a, n_b = len(a.runs), len(b.runs)
     if min(n_a, n_b) > 1 and not pairs and (error := t_tests.true_error(n_a, n_b)) > t_tests.UNSAFE * P:
         found.append(f"{n_a} runs against {n_b}: of equal means Welch's test would say p < {P:g} in up to {error:.1%} of "

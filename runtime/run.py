@@ -72,7 +72,7 @@ class Run:
         s.run_id = s.run_id or run_id
         self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
         self.lock = ranks.on_all(*(lock_run, Path(s.log_dir, f"{s.run_id}.lock"), tell) if ranks.first else (str,))
-        room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves)
+        room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves, s.resume)
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
@@ -213,7 +213,7 @@ class Run:
         raise Stopped(message, 128 + agreed)
 
     def finish(self, sample: Callable[[], str] | None = None) -> None:
-        """A sample of text, if any, and the log's last line. Raises AgreedError if that or its checkpoint is missing."""
+        """A sample, if any, and the log's last line; no rank waits for them. Raises RunError if that or a checkpoint lacks."""
         self.signals.in_training = False
         if sample and self.ranks.first:
             try:
@@ -222,8 +222,8 @@ class Run:
                 self.log.write(f"no sample: {type(error).__name__}: {error}", console=True)
         self.log.write(peak_memory(self.ranks.device), console=True)
         self.log.close()
-        lacks = f"{self.log.path} lacks its last lines" if self.log.unwritten else self.unsaved
-        self.ranks.raise_together(RunError(f"all steps are done, but {lacks}") if lacks else None)
+        if lacks := f"{self.log.path} lacks its last lines" if self.log.unwritten else self.unsaved:
+            raise RunError(f"all steps are done, but {lacks}")
 
 
 def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
@@ -249,7 +249,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
         run_id = run_id or saved["run_id"]
     elif run_id and holds_run(log := Path(s.log_dir, f"{run_id}.txt")):
         raise ValueError(f"{log} is another run's log: move it, or give another --run_id or --log_dir")
-    folder, layout = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0)
-    checkpoints.check_room(folder, layout if s.save_every else {}, s.keep_checkpoints, s.total_iterations)
+    home, layout = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0)
+    checkpoints.check_room(home, layout if s.save_every else {}, s.keep_checkpoints, s.total_iterations, s.resume or not run_id)
     tensors = [x for _, x in checkpoints.leaves(layout) if isinstance(x, torch.Tensor)]
     return sum(x.nbytes for x in tensors) + sum(x.nbytes for x in layout["same"]["parameters"].values())

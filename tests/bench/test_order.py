@@ -19,6 +19,7 @@ from bench.schedule_model import (
 )  # fmt: skip
 from bench.schedule_search import Problem, flow_bound, overlap_bound, search
 from common import ROOT, options, tiny_settings, train_gpt
+from launch.console import RunError
 from runtime.ranks import Ranks
 from tracer import Tracer, steps_of
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
@@ -266,6 +267,9 @@ def test_other_optimizers_steps_can_be_put_in(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "step.json").write_text(json.dumps(step))
     order.main(["simulate", f"{tmp_path / 'step.json'}"])
     assert "| b gather | communication | 7000.000 | 9000.000 |" in capsys.readouterr().out
+    for option, name in (("chrome", "x.json"), ("picture", "x.png")):
+        with pytest.raises(SystemExit, match=f"order.py: error: .*/none/{name}"):
+            order.main(["simulate", f"{tmp_path / 'step.json'}", f"--{option}=/none/{name}"])
     tasks = {"tasks": {label: task._asdict() for label, task in AB.items()}, "scatter": ["b", "a"], "work": ["b", "a"]}
     (tmp_path / "tasks.json").write_text(json.dumps(tasks))
     order.main(["search", f"--tasks={tmp_path / 'tasks.json'}"])
@@ -363,7 +367,7 @@ def test_on_a_gpu_events_stand_for_times_and_a_stream_aside_sees_collectives_end
         optimizer._launch_reduction("a")[1].wait()
         optimizer._update("a", None)
         optimizer._launch_gather("a").wait()
-    tracer.write(tmp_path / "trace.json")
+    tracer.write(tmp_path / "trace.json", tracer.gather())
     assert waits == ["a"] * 4 and vars(optimizer) == {}
     (step,) = traces.read_trace(tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())
@@ -374,7 +378,18 @@ def test_on_a_gpu_events_stand_for_times_and_a_stream_aside_sees_collectives_end
     assert step.channels == 1 and step.waits == {("a", "reduce"): 1, ("a", "gather"): 1}
 
 
-@pytest.mark.parametrize("text", ["3", "5:3", "3:3", "a:b", ":4", "-1:4", "3:", "1:2:3"])
+def test_a_run_that_makes_no_traced_step_leaves_the_trace_of_one_that_did(tmp_path: Path, capsys) -> None:
+    """As a finished run that is resumed."""
+    (tmp_path / "run.trace.json").write_text("{}")
+    tracer = Tracer("2:5", Ranks(0, 1, torch.device("cpu")))
+    tracer.write(tmp_path / "run.trace.json", tracer.gather())
+    assert (tmp_path / "run.trace.json").read_text() == "{}" and len([*tmp_path.iterdir()]) == 1
+    assert "no trace: this run made no step of --trace_steps=2:5" in capsys.readouterr().err
+    with pytest.raises(RunError, match="x.json: No such file or directory: the run is through, its trace is lost"):
+        tracer.write(tmp_path / "none" / "x.json", {"ranks": [{"rows": [1]}]})
+
+
+@pytest.mark.parametrize("text", ["1:" + "9" * 5000, "3", "5:3", "3:3", "a:b", ":4", "-1:4", "3:", "1:2:3"])
 def test_steps_that_cannot_be_meant_are_told_before_the_run(text: str, capsys, shards: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exit_:
         train_gpt.main(options(shards, tmp_path, trace_steps=text))

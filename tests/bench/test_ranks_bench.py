@@ -23,6 +23,14 @@ def test_the_readme_shows_the_tables_that_communication_prints(
     assert len(tables) == 3 and [table.splitlines()[0] for table in tables if table.strip() not in readme] == []
 
 
+@pytest.mark.parametrize("text", ["abc", "0", "2,-4", ""])
+def test_what_are_no_numbers_of_ranks_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys, text: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["communication.py", f"--world_sizes={text}"])
+    with pytest.raises(SystemExit) as exit_:
+        communication.main()
+    assert exit_.value.code == 2 and f"argument --world_sizes: invalid numbers value: {text!r}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype, averages", [("bfloat16", False), ("float32", False), ("bfloat16", True), ("float32", True)])
 def test_state_on_one_rank_is_as_large_as_the_table_says(dtype: str, averages: bool) -> None:
     chosen = ["--preset=demo", f"--dtype={dtype}", f"--tail_averages={averages}"]

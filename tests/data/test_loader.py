@@ -295,6 +295,22 @@ def check(folder, **changes):
     return check_data(str(folder), **(settings | changes))
 
 
+def test_a_shard_that_comes_after_the_check_is_not_read_and_one_that_goes_is_missed(folder):
+    """A validation that lists its folder anew would go on with other tokens, and say nothing."""
+    check(folder)
+    before = {split: as_slice(next(generator(folder, 128, 64, split=split))) for split in ("train", "val")}
+    for split in before:
+        write_shard(folder / f"a_{split}_000000.bin", np.concatenate(documents([90] * 40, seed=9 + len(split))))
+        assert as_slice(next(generator(folder, 128, 64, split=split))) == before[split]
+    first = first_documents(str(folder), BOS, 8, 1)
+    next(folder.glob("x_val_*")).unlink()
+    for read in (lambda: next(generator(folder, 128, 64, split="val")), lambda: first_documents(str(folder), BOS, 8, 1)):
+        with pytest.raises(DataError, match="x_val_000000.bin: no such file"):
+            read()
+    check(folder)  # another run's
+    assert first_documents(str(folder), BOS, 8, 1) != first
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Shards that are enough for `check`."""
@@ -316,7 +332,7 @@ def test_the_check_passes_what_the_loader_can_serve_to_the_last_step_and_no_more
 def test_too_little_data_is_an_error_before_training_that_names_both_numbers(folder):
     write(folder, documents([40] * 30))
     needed = 2 * 16 * (8 + 16 + 24) + 2 * 24 * 16
-    expected = rf"8 steps need {needed:,} tokens .* 1 shards hold 1,200 usable ones, enough for \d steps: add shards"
+    expected = rf"8 steps need {needed:,} tokens .* the shards here \(1\) hold 1,200 usable ones, enough for \d steps: add"
     with pytest.raises(DataError, match=expected):
         check(folder)
 

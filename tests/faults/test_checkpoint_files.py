@@ -178,7 +178,7 @@ def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, capsys):
 
 
 ROOM = [  # --keep_checkpoints, --save_every, files that are there; how many files a run of 8 steps adds
-    (100000, 3, 0, 3), (100000, 1, 0, 8), (2, 1, 0, 3), (2, 1, 2, 1), (1, 8, 0, 1), (1, 8, 5, 1), (9, 1, 4, 6),
+    (100000, 3, 0, 3), (100000, 1, 0, 8), (2, 1, 0, 3), (1, 8, 0, 1), (2, 1, 2, 1), (1, 8, 5, 1), (9, 1, 4, 6),
 ]  # fmt: skip
 
 
@@ -187,8 +187,29 @@ def test_room_is_asked_for_the_saves_to_come(shards, tmp_path, monkeypatch, caps
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     save(tmp_path / "logs" / "run", *range(1, there + 1))
     message = f"/run: {files} checkpoints need"
-    ends_with(capsys, options(shards, tmp_path, save_every=every, keep_checkpoints=keep), message, code=1)
-    assert names(tmp_path / "logs") == ["run"]
+    if there:  # as a resumed run sees them
+        with pytest.raises(OSError, match=message):
+            checkpoints.check_room(tmp_path / "logs" / "run", {}, keep, 8 // every, ours=True)
+    else:
+        ends_with(capsys, options(shards, tmp_path, save_every=every, keep_checkpoints=keep), message, code=1)
+        assert names(tmp_path / "logs") == ["run"]
+
+
+def test_a_new_run_does_not_delete_the_checkpoints_of_another(good, shards, tmp_path, capsys):
+    """Whose log was moved away, as the message on it says; resumed, they are its own."""
+    shutil.copytree(good, tmp_path / "logs")
+    before = names(tmp_path / "logs" / "run")
+    (tmp_path / "logs" / "run.txt").unlink()
+    message = "/logs/run holds another run's checkpoints: move it, or give another --run_id or --log_dir"
+    ends_with(capsys, options(shards, tmp_path, save_every=2, keep_checkpoints=1), message, code=1)
+    assert names(tmp_path / "logs") == ["run"] and names(tmp_path / "logs" / "run") == before
+
+
+def test_the_probe_of_a_folder_touches_no_file_of_the_users(tmp_path):
+    for name in ("probe", "probe.tmp"):
+        (tmp_path / name).write_text("mine")
+    checkpoints.check_room(tmp_path, {}, 2, 5, ours=False)
+    assert names(tmp_path) == ["probe", "probe.tmp"] and (tmp_path / "probe").read_text() == "mine"
 
 
 # -----------------------------------------------------------------------------

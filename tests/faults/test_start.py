@@ -77,7 +77,7 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "unknown encoding": ("--encoding=klingon", {}, "no encoding is called 'klingon'; there are: bytes, ", 1),
     "no such model": ("--num_heads=3", {}, "num_heads=3: must be even", 1),
     "no checkpoint": ("--resume=/nowhere.pt", {}, "/nowhere.pt: cannot be read: No such file", 1),
-    "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: name a file, or train without --resume", 1),
+    "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: name a file, or do without --resume", 1),
     "escape sequences": ("--resume=x\x1b[2J", {}, r"x\\x1b\[2J: cannot be read: No such file", 1),
     "no folder for the log": ("--log_dir=/dev/null", {}, "/dev/null", 1),
     "no ranks": ("", {"RANKS": "0"}, "RANKS=0: must be a whole number from 1 on", 2),
@@ -134,10 +134,34 @@ def test_too_little_room_is_told_before_the_ranks_start(start, shards, tmp_path,
     assert (code, started) == (1, ()) and re.search(r"checkpoints need [\d,]+ bytes, 1,000,000 are free: make room", lines[-1])
 
 
+def test_a_checkpoint_needs_room_for_its_log_too(tmp_path, monkeypatch):
+    free = 3 * (400 + (1 << 20))  # two that are kept, one in the making
+    layout, usage = {"state": torch.zeros(100)}, shutil._ntuple_diskusage
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, free))
+    checkpoints.check_room(tmp_path, layout, 2, 5, ours=False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, free - 1))
+    with pytest.raises(OSError, match=f"3 checkpoints need {free:,} bytes, {free - 1:,} are free: make room or lower"):
+        checkpoints.check_room(tmp_path, layout, 2, 5, ours=False)
+
+
+def test_checkpoints_of_another_run_are_told_before_the_ranks_start(start, shards, tmp_path):
+    """Only where this one would write: not in the folder of all runs, and not if it saves none."""
+    for path in (tmp_path / "logs" / "step_000001.pt", tmp_path / "logs" / "run" / "step_000003.pt"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    code, lines, started = start(*options(shards, tmp_path, save_every=3))
+    said = f"{tmp_path}/logs/run holds another run's checkpoints: move it, or give another --run_id or --log_dir"
+    assert (code, started) == (1, ()) and lines[-1].endswith(f"error: {said}")
+    unnamed = [option for option in options(shards, tmp_path, save_every=3) if "run_id" not in option]
+    for arguments in (unnamed, options(shards, tmp_path, save_every=0)):
+        code, _, started = start(*arguments)
+        assert code == 0 and started
+
+
 def test_a_disk_that_is_full_is_named(start, shards, tmp_path, monkeypatch):
     """Its error names no file."""
-    full = lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    monkeypatch.setattr(checkpoints, "whole_file", full)
+    full = lambda **_: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(checkpoints.tempfile, "NamedTemporaryFile", full)
     code, lines, started = start(*options(shards, tmp_path))
     assert (code, started) == (1, ())
     said = f"{tmp_path}/logs: cannot be written: {os.strerror(errno.ENOSPC)}: make room, or give another --log_dir"
@@ -532,6 +556,11 @@ def test_when_a_rank_fails_the_others_are_asked_to_end(ranks, tmp_path):
     hears = f"signal.signal(15, lambda *_: sys.exit('asked'))\n    open({here!r}, 'w')\n    time.sleep(600)"
     fails = f"while not os.path.exists({here!r}): time.sleep(0.01)\nsys.exit('bad')"
     assert ranks(f"if rank:\n    {hears}\n{fails}") == (1, "bad\nasked\n")
+
+
+def test_ctrl_backslash_promises_no_end_of_a_step(ranks):
+    code, said = ranks("rank or os.kill(os.getppid(), signal.SIGQUIT)\ntime.sleep(50)")
+    assert (code, said) == (131, "idea.py: SIGQUIT: ends all ranks at once\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -113,6 +113,15 @@ def test_runs_that_do_not_count_are_named_and_no_record_is_made_without_a_word_o
     history.main(["--check"], root)
 
 
+def test_times_of_different_machines_have_no_mean(tmp_path, root):
+    for i, name in enumerate("ab"):
+        environment = ENVIRONMENT.replace("attention", f"cpu: {name}, 8 cores, 1 threads a rank\nattention")
+        write_runs(tmp_path / name, [80_000 + i], [3.27 + i / 100], environment=environment)
+        (tmp_path / name / "0.txt").rename(tmp_path / f"{name}.txt")
+    add(root, "1_A", tmp_path / "a.txt", tmp_path / "b.txt")
+    assert "| [1](1_A/README.md) | ? | 3.2750 |" in (root / "README.md").read_text()
+
+
 def test_a_baseline_does_not_become_the_record(tmp_path, root):
     """Given the folder above both, most runs being the baseline's, or its own folder."""
     write_runs(tmp_path / "logs" / "baseline", [90_000, 91_000, 92_000], [3.27, 3.28, 3.29])

@@ -226,7 +226,8 @@ def test_what_the_log_tells_of_a_machine():
     cpu = parse_log(
         make_log(environment="Python 3\nLinux-6, 2 ranks\ncpu: Intel(R) X, 2 cores, 1 threads a rank\nSCRIPT S(seed=0)")
     )
-    assert machines(cpu) == [{"kernel": "Linux-6", "CPU": "Intel(R) X, 2 cores", "ranks": "2"}] and started(cpu) is None
+    assert machines(cpu) == [{"kernel": "Linux-6", "CPU": "Intel(R) X, 2 cores, 1 threads a rank", "ranks": "2"}]
+    assert started(cpu) is None
 
 
 def test_a_resumption_is_a_part_of_its_own():

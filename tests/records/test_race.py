@@ -114,8 +114,11 @@ def test_the_log_of_a_run_that_goes_on_is_left_alone(track, tmp_path):
             track()
     assert sorted(path.name for path in folder.iterdir()) == ["seed0.lock", "seed0.txt"] and calls(tmp_path) == ["before0"]
     (tmp_path / "calls.txt.fails").unlink()
+    (folder / "seed0").mkdir()
+    (folder / "seed0" / "step_000001.pt").touch()  # the run made again would delete it
     track()
-    assert (folder / "seed0.cut1.txt").exists()
+    assert (folder / "seed0.cut1.txt").exists() and (folder / "seed0.cut1" / "step_000001.pt").exists()
+    assert not (folder / "seed0").exists()
 
 
 def test_every_source_of_a_run_is_watched(tmp_path):

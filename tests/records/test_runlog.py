@@ -39,6 +39,13 @@ def trap_strings():
     )
 
 
+def test_a_shards_name_may_hold_quotes():
+    names = ("it's_val_0.bin", 'a"b_train_0.bin', "both'\"_train_1.bin", "plain_train_2.bin")
+    line = "shards: " + ", ".join(f"{name!a} {i:08x}" for i, name in enumerate(names))
+    found = parse_log(make_log(environment=ENVIRONMENT.replace("SCRIPT", f"{line}\nSCRIPT"))).shards
+    assert [*found.values()] == [f"{i:08x}" for i in range(4)] and {names[0], names[1], names[3]} < {*found}
+
+
 @settings(max_examples=150)
 @given(names=st.permutations(NAMES), count=st.integers(1, len(NAMES)), data=st.data())
 def test_any_log_reads_back_as_it_was_written(names, count, data):

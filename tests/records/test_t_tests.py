@@ -152,8 +152,13 @@ def test_the_plan(capsys, tmp_path):
     each = [t_tests.runs_for(0.01, spread) for spread in (0.005, low, high)]
     said = f"{each[0]} runs of each, {each[1]} to {each[2]} if σ is {low:.2g} to {high:.2g} (80%)"
     assert said in capsys.readouterr().out
-    plan.main(["2", runs, "--time"])
-    assert "at σ = 1.5 s" in capsys.readouterr().out
+    for arguments in (["2", runs, "--time"], ["2", "--time", runs]):
+        plan.main(arguments)
+        assert "at σ = 1.5 s" in capsys.readouterr().out
+    log = tmp_path / "runs" / "0.txt"
+    log.write_bytes(log.read_bytes().replace(b"Linux-6.8", b"Linux-6.9"))
+    with pytest.raises(SystemExit, match="runs: times of different machines have no σ: kernel Linux-6.* and Linux-6"):
+        plan.main(["2", runs, "--time"])
     for wrong, said in ((["0"], "above 0"), (["1", "--time"], "tell σ"), (["1", str(tmp_path / "runs" / "0.txt")], "no σ")):
         with pytest.raises(SystemExit, match=said):
             plan.main(wrong)

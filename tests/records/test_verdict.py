@@ -167,6 +167,16 @@ def test_shards_that_were_made_again_are_held_against_a_comparison(tmp_path):
     assert not any("other tokens" in caution for caution in verdict.compare([a, longer, other], 3.28)[1]["cautions"])
 
 
+def test_shards_of_other_names_are_too(tmp_path):
+    """Other names alone are no matter."""
+    texts = ("'a_val_0.bin' 0000000a, 'a_train_0.bin' 0000000b", "'b_val_0.bin' 0000000c", "'b_val_0.bin' 0000000a")
+    a, other, renamed = (runs(tmp_path / f"{i}", TIMES, environment=ENVIRONMENT.replace("SCRIPT", f"shards: {text}\nSCRIPT"))
+                         for i, text in enumerate(texts))  # fmt: skip
+    said = "1 read other tokens than 0, in shards such as b_val_0.bin and a_train_0.bin: neither losses nor times compare"
+    assert said in verdict.compare([a, other, renamed], 3.28)[1]["cautions"]
+    assert not any("other tokens" in caution for caution in verdict.compare([a, other, renamed], 3.28)[2]["cautions"])
+
+
 def test_runs_that_failed_are_in_the_verdict(tmp_path):
     write_runs(tmp_path / "new", [90_000, 90_500], LOSSES[:2], steps=50)
     for i in range(2):

@@ -12,9 +12,11 @@ import torch
 
 import cpu
 
-from common import ROOT, launch, lines_of, options
+import train_gpt
+from common import ROOT, launch, lines_of, options, tiny_settings, wait_until
 from data.shards import read_shard
 from runtime.log import Clock, step_line
+from runtime.ranks import Ranks
 from train_gpt import main
 
 
@@ -63,6 +65,24 @@ def test_the_log_has_every_step_and_every_loss_in_the_public_speedruns_format(fi
 def test_the_run_learns_and_writes_a_sample(finished):
     assert losses(finished[1])[-1] < losses(finished[1])[0] < 6
     assert "sample, after a prompt" in finished[0] and "⟫" in finished[0]
+
+
+def test_no_rank_waits_for_the_sample(run_ranks, shards, tmp_path):
+    """It may take longer than a collective: this one takes until the other rank is through."""
+    run_ranks(2, run_with_a_long_sample, shards, tmp_path)
+    log = (tmp_path / "logs" / "run.txt").read_text()
+    assert "\nsample, after a prompt from the validation shard:\nat last\npeak memory" in log
+
+
+def run_with_a_long_sample(rank, world_size, shards, folder):
+    def sample_text(manager):
+        wait_until((folder / "through").exists)
+        return "at last"
+
+    train_gpt.sample_text, train_gpt.warm_up = sample_text, lambda *_: None
+    train_gpt.train(tiny_settings(shards, folder, sample_tokens=5, val_every=0), Ranks(rank, world_size, torch.device("cpu")))
+    if rank == 1:
+        (folder / "through").touch()
 
 
 def test_a_pipe_gets_plain_lines(finished):

@@ -143,6 +143,15 @@ def test_a_file_where_the_user_stands_comes_before_the_projects(project):
     assert result.stdout == f"{here}/ideas/idea.py ['--help']\n", result.stderr
 
 
+def test_no_script_is_the_projects_own(project):
+    """Not one of the same name where the user stands, which may be another project's."""
+    here = project.parent / "another"
+    here.mkdir()
+    (here / "train_gpt.py").write_text("print('foreign')\n")
+    assert run_sh(project, here, "--help").stdout.startswith("usage: train_gpt.py ")
+    assert run_sh(project, here, "train_gpt.py", "--help").stdout == "foreign\n"
+
+
 def test_an_unknown_script_is_one_message(project, tmp_path):
     for here, places in ((tmp_path, f"{tmp_path} or {project}"), (project, f"{project}")):
         result = run_sh(project, here, "nowhere/idea.py", "--num_scheduled_iterations=3")
@@ -195,6 +204,19 @@ def test_files_are_held_as_they_were_at_the_start(tree):
     (root / "idea.py").unlink()
     (root / "empty/used.py").unlink()
     assert sources.imported() == {"idea.py": "# idea.py\n", "empty/__init__.py": "", "empty/used.py": "# empty/used.py\n"}
+
+
+def test_a_file_that_cannot_be_read_is_none_but_the_script(tree, monkeypatch):
+    """A note of another user's in ideas/; no import takes it."""
+    root, load = tree
+    read = Path.read_bytes
+    denied = lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied", f"{path}"))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: denied(path) if path.name == "unused.py" else read(path))
+    sources = Sources(root / "idea.py")
+    load(root / "empty" / "used.py")
+    assert [*sources.imported()] == ["idea.py", "empty/used.py"]
+    with pytest.raises(PermissionError, match="unused.py"):
+        Sources(root / "unused.py")
 
 
 def test_a_helper_of_a_script_outside_is_held_as_it_was_first_seen(tree, tmp_path):
