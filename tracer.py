@@ -20,7 +20,7 @@ from runtime.ranks import Ranks
 def steps_of(text: str) -> range:
     """A:B as the steps from A on and before B; none if empty. Raises ValueError for anything else."""
     first, _, end = text.partition(":")
-    if text and not (first.isdecimal() and end.isdecimal() and len(text) < 28 and int(first) < int(end)):
+    if text and not (first.isdecimal() and end.isdecimal() and max(len(first), len(end)) < 13 and int(first) < int(end)):
         raise ValueError(f"--trace_steps={text}: must be A:B, for the steps from A on and before B")
     return range(int(first), int(end)) if text else range(0)
 

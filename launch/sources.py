@@ -3,7 +3,6 @@
 import os
 import sys
 import sysconfig
-from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,8 +17,11 @@ class Sources:
         self.path = Path(script).resolve()
         self.contents = {}
         for path in filter(Path.is_file, {self.path, *python_files(ROOT)}):
-            with suppress() if path == self.path else suppress(OSError):  # one that cannot be read cannot be imported
+            try:
                 self.contents[path] = path.read_bytes()
+            except OSError:  # what cannot be read cannot be imported
+                if path == self.path:
+                    raise
         self.script = self._name(self.path)  # its path in the project, or its file's name
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
 
@@ -39,6 +41,15 @@ class Sources:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
+
+
+def check_unused(log: Path) -> None:
+    """Raise ValueError if there is a run's log already, or a folder of its checkpoints, which a new run would delete."""
+    folder, advice = log.with_suffix(""), "move it, or give another --run_id or --log_dir"
+    if holds_run(log):
+        raise ValueError(f"{log} is another run's log: {advice}")
+    if any(folder.glob("step_*.pt")):
+        raise ValueError(f"{folder} holds another run's checkpoints: {advice}")
 
 
 def holds_run(log: Path) -> bool:

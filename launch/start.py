@@ -396,8 +396,8 @@ class Ranks:
                 self._send(number)
                 deadline = min(deadline, time.monotonic() + PATIENCE) if told == 1 else time.monotonic() + 2
                 if told == 1:
-                    how = "a step that has begun is finished; a second one ends all ranks at once"
-                    how = "ends all ranks at once" if number == signal.SIGQUIT else how
+                    at_once = "ends all ranks at once"  # SIGQUIT, which they do not handle
+                    how = at_once if number == signal.SIGQUIT else f"a step that has begun is finished; a second one {at_once}"
                     tell(self.name, f"{signal.Signals(number).name}: {how}")
             if failed is None and (failed := self._failed()) is not None:
                 self._send(signal.SIGTERM)

@@ -32,7 +32,7 @@ from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
 
 MAGIC = b"bankrun checkpoint 2\n"  # then the SHA-256 of the rest, 32 bytes, then the rest: what torch.save writes
-LATEST, LOG_ROOM = "latest", 1 << 20  # the bytes of a checkpoint beside its tensors: the log so far, names
+LATEST = "latest"
 
 
 class CheckpointError(ValueError):
@@ -90,7 +90,8 @@ def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
 
 def step_of(path: Path) -> int:
     """By its name; -1 if that is no checkpoint's."""
-    return int(match[1]) if (match := re.fullmatch(r"step_(\d+)\.pt", path.name)) else -1
+    match = re.fullmatch(r"step_(\d+)\.pt", path.name)
+    return int(match[1]) if match else -1
 
 
 def checkpoints(folder: Path, run: str = ".") -> list[Path]:
@@ -133,7 +134,8 @@ def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, 
             return path, check_course(path, read_checkpoint(path))
         except CheckpointError as error:
             tell(f"passed over {error}")
-    raise CheckpointError(f"latest: no usable checkpoint in {log_dir}/{run_id or '*'}: name a file, or do without --resume")
+    where = Path(log_dir) / (run_id or "*")
+    raise CheckpointError(f"{LATEST}: no usable checkpoint in {where}: name a file, or train without --resume")
 
 
 def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
@@ -147,8 +149,8 @@ def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def check_room(folder: Path, layout: dict[str, Any], keep: int, saves: int, ours: object) -> None:
-    """Raise OSError if `saves` checkpoints, `keep` and one in the making at a time, lack room; ValueError if some are there."""
+def check_room(folder: Path, layout: dict[str, Any], keep: int, saves: int) -> None:
+    """Raise OSError if folder does not take `saves` checkpoints of this layout, `keep` and one in the making at a time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
@@ -156,10 +158,8 @@ def check_room(folder: Path, layout: dict[str, Any], keep: int, saves: int, ours
     except OSError as error:  # a full disk names no file
         raise OSError(f"{folder}: cannot be written: {error.strerror}: make room, or give another --log_dir") from error
     there, free = len(checkpoints(folder)), shutil.disk_usage(folder).free
-    if there and layout and not ours:
-        raise ValueError(f"{folder} holds another run's checkpoints: move it, or give another --run_id or --log_dir")
-    files = max(1, min(keep + 1, there + saves) - there)
-    if (size := files * (LOG_ROOM + sum(x.nbytes for _, x in leaves(layout) if isinstance(x, Tensor)))) > free:
+    files = max(1, min(keep + 1, there + saves) - there)  # each with its log: 1 MiB
+    if (size := files * (2**20 + sum(x.nbytes for _, x in leaves(layout) if isinstance(x, Tensor)))) > free:
         need = f"{files} checkpoints need {size:,} bytes, {free:,} are free"
         raise OSError(f"{folder}: {need}: make room or lower --keep_checkpoints")
 

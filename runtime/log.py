@@ -12,7 +12,7 @@ from torch import Tensor
 from data.shards import whole_file
 from launch.console import console, encoded, printable
 from launch.signals import STOPS
-from launch.sources import holds_run
+from launch.sources import check_unused
 from runtime.ranks import Ranks
 
 RULE, BANNER = "=" * 100, "-" * 40
@@ -39,7 +39,7 @@ def same_run(path: Path, log: dict[str, str]) -> tuple[str, str] | None:
 class Log:
     """A file on the first rank, nothing on the others. The console sees what is asked to; a terminal one live line.
     A resumed run goes on in its log, cut where the checkpoint was made, with a note in the header. Lines that the disk does not
-    take wait for the next try; that is told once, and the run goes on. A file that is deleted, replaced or cut is made again."""
+    take wait for the next try; told once, and the run goes on. A file that is deleted, replaced or cut is made again."""
 
     def __init__(self, ranks: Ranks, path: Path, header: str, resumed: dict[str, str] | None = None):
         """header: see log_header; resumed: a checkpoint's log, `header` then being the note. Raises OSError or ValueError."""
@@ -51,8 +51,8 @@ class Log:
             if not (parts := same_run(path, resumed)):
                 raise ValueError(f"{path} is not the log of the checkpoint's run: move it, or give another --run_id")
             self.header, self.lines = "\n".join([parts[0], RULE, parts[1], header, RULE]), [resumed["lines"]]
-        elif holds_run(path):
-            raise ValueError(f"{path} is another run's log: move it, or give another --run_id or --log_dir")
+        else:
+            check_unused(path)
         try:
             self._write_all()
         except OSError as error:

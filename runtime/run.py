@@ -24,7 +24,7 @@ from data.shards import lock_run
 from launch.console import RunError, Stopped, encoded, tell
 from launch.machine import machine_facts, peak_memory
 from launch.signals import FAULT, Signals
-from launch.sources import Sources, holds_run
+from launch.sources import Sources, check_unused
 from runtime import checkpoints
 from runtime.log import Clock, Log, StepReport, log_header, step_line
 from runtime.ranks import Ranks
@@ -72,7 +72,7 @@ class Run:
         s.run_id = s.run_id or run_id
         self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
         self.lock = ranks.on_all(*(lock_run, Path(s.log_dir, f"{s.run_id}.lock"), tell) if ranks.first else (str,))
-        room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves, s.resume)
+        room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves)
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
@@ -213,7 +213,7 @@ class Run:
         raise Stopped(message, 128 + agreed)
 
     def finish(self, sample: Callable[[], str] | None = None) -> None:
-        """A sample, if any, and the log's last line; no rank waits for them. Raises RunError if that or a checkpoint lacks."""
+        """A sample, if any, and the log's last line; no rank waits. Raises RunError if a line or checkpoint is lost."""
         self.signals.in_training = False
         if sample and self.ranks.first:
             try:
@@ -247,9 +247,9 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
         checkpoints.check_fits(path, saved, dataclasses.asdict(settings), data.shards)
         checkpoints.check_usable(path, saved, manager, s.total_iterations)
         run_id = run_id or saved["run_id"]
-    elif run_id and holds_run(log := Path(s.log_dir, f"{run_id}.txt")):
-        raise ValueError(f"{log} is another run's log: move it, or give another --run_id or --log_dir")
-    home, layout = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0)
-    checkpoints.check_room(home, layout if s.save_every else {}, s.keep_checkpoints, s.total_iterations, s.resume or not run_id)
+    elif run_id:
+        check_unused(Path(s.log_dir, f"{run_id}.txt"))
+    folder, layout = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0)
+    checkpoints.check_room(folder, layout if s.save_every else {}, s.keep_checkpoints, s.total_iterations)
     tensors = [x for _, x in checkpoints.leaves(layout) if isinstance(x, torch.Tensor)]
     return sum(x.nbytes for x in tensors) + sum(x.nbytes for x in layout["same"]["parameters"].values())

@@ -157,24 +157,23 @@ def test_resumed_runs_and_copies_are_warned_of(tmp_path):
     assert f"2 runs of b, such as {tmp_path / 'b' / '0.txt'}, have the times and losses of a run of a" in found
 
 
-def test_shards_that_were_made_again_are_held_against_a_comparison(tmp_path):
-    """The same names, other tokens. A longer run reads more shards, which is no matter."""
-    texts = ("'a_val_0.bin' 0000000a", "'a_val_0.bin' 0000000a, 'a_train_1.bin' 0000000c", "'a_val_0.bin' 0000000b")
-    a, longer, other = (runs(tmp_path / f"{i}", TIMES, environment=ENVIRONMENT.replace("SCRIPT", f"shards: {text}\nSCRIPT"))
-                        for i, text in enumerate(texts))  # fmt: skip
-    said = "1 shard, such as a_val_0.bin, held other tokens when 2 ran than when 0 did: neither losses nor times compare"
-    assert said in verdict.compare([a, longer, other], 3.28)[2]["cautions"]
-    assert not any("other tokens" in caution for caution in verdict.compare([a, longer, other], 3.28)[1]["cautions"])
+SHARDS = {  # of the runs compared with those of 'a_val_0.bin' 0000000a, 'a_train_0.bin' 0000000b; the shard that is named
+    "a longer run": ("'a_val_0.bin' 0000000a, 'a_train_0.bin' 0000000b, 'a_train_1.bin' 0000000c", ""),
+    "other names": ("'b_val_0.bin' 0000000a, 'b_train_0.bin' 0000000b", ""),
+    "no word on them": ("", ""),
+    "made again": ("'a_val_0.bin' 0000000c, 'a_train_0.bin' 0000000b", "a_val_0.bin"),
+    "others of other names": ("'b_val_0.bin' 0000000c", "b_val_0.bin"),
+}
 
 
-def test_shards_of_other_names_are_too(tmp_path):
-    """Other names alone are no matter."""
-    texts = ("'a_val_0.bin' 0000000a, 'a_train_0.bin' 0000000b", "'b_val_0.bin' 0000000c", "'b_val_0.bin' 0000000a")
-    a, other, renamed = (runs(tmp_path / f"{i}", TIMES, environment=ENVIRONMENT.replace("SCRIPT", f"shards: {text}\nSCRIPT"))
-                         for i, text in enumerate(texts))  # fmt: skip
-    said = "1 read other tokens than 0, in shards such as b_val_0.bin and a_train_0.bin: neither losses nor times compare"
-    assert said in verdict.compare([a, other, renamed], 3.28)[1]["cautions"]
-    assert not any("other tokens" in caution for caution in verdict.compare([a, other, renamed], 3.28)[2]["cautions"])
+@pytest.mark.parametrize("case", SHARDS)
+def test_other_tokens_are_held_against_a_comparison(tmp_path, case):
+    texts = ("'a_val_0.bin' 0000000a, 'a_train_0.bin' 0000000b", SHARDS[case][0])
+    a, b = (runs(tmp_path / name, TIMES, environment=ENVIRONMENT.replace("SCRIPT", f"shards: {text}\nSCRIPT"))
+            for name, text in zip("ab", texts, strict=True))  # fmt: skip
+    told = [caution for caution in verdict.compare([a, b], 3.28)[1]["cautions"] if "other tokens" in caution]
+    said = f"b read other tokens than a, in 1 shard such as {SHARDS[case][1]}: neither losses nor times compare"
+    assert told == ([said] if SHARDS[case][1] else [])
 
 
 def test_runs_that_failed_are_in_the_verdict(tmp_path):
