@@ -242,13 +242,13 @@ def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) 
     return torch.zeros(unseen.shape, device=device, dtype=dtype).masked_fill_(unseen, -math.inf)
 
 
-def _by_head(x: Tensor, padded: int, front: int) -> Tensor:
-    """(P, H, D) → (front + H·padded, D), fp32 or better, `front` zero rows first."""
+def _by_head(x: Tensor, padded: int, front: int, back: int) -> Tensor:
+    """(P, H, D) → (front + H·padded + back, D), fp32 or better: zero rows first, after each head and last."""
     P, H, D = x.shape
-    out = torch.empty(front + H * padded, D, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-    out[:front].zero_()
-    heads = out[front:].view(H, padded, D)
-    heads[:, P:].zero_()
+    out = torch.empty(front + H * padded + back, D, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    heads = out[front : len(out) - back].view(H, padded, D)
+    for zeros in (out[:front], heads[:, P:], out[len(out) - back :]):
+        zeros.zero_()
     heads[:, :P].copy_(x.transpose(0, 1))
     return out
 
@@ -258,47 +258,62 @@ def _bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
     return x.as_strided((batch, keys, x.size(1)), (rows * x.size(1), x.size(1), 1))
 
 
+def _scores(like: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """Memory for what each of batch blocks of queries has for the keys of its band: see _by_query and _by_key."""
+    block = rows * (keys + 1)
+    memory = like.new_empty(batch * block + (keys // rows - 1) * block)
+    memory[batch * block :].zero_()  # of the queries that the last keys would have after the end
+    return memory
+
+
+def _by_query(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """(batch, rows, keys) of _scores: a row for each query. After each block is a gap of `rows` elements."""
+    return memory.as_strided((batch, rows, keys), (rows * (keys + 1), keys, 1))
+
+
+def _by_key(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """(batch, rows, keys) of _scores: a row for each key, with the queries that may see it: those of its own block and of the next.
+    From one query to the next it is keys elements, into the next block too: a row further, rows keys back, and over the gap."""
+    return memory.as_strided((batch, rows, keys), (rows * (keys + 1), 1, keys), keys - rows)
+
+
 class _BandedAttention(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) v, block by block: the reference on any device, and the fast path on CPU.
     Faster: a block of queries multiplies the few keys of its window, not all: heads lie one after another in memory, so that
-    the keys of all blocks are overlapping windows of one strided view. One head at a time: its scores stay in the cache. Must
-    hold: a head's first blocks reach into the head before it, so that the bias masks those keys like any foreign document's."""
+    the keys of all blocks are overlapping windows of one strided view; backward, so are the queries of all blocks of keys. One
+    head at a time: its scores stay in the cache. Must hold: a head's first blocks reach into the head before it, so that the
+    bias masks those keys like any foreign document's; their probabilities are zero, by query and by key."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-        P, H, D = q.shape
-        blocks, rows, keys = bias.shape
-        batch, padded = H * blocks, blocks * rows
-        q = _by_head(q, padded, 0).mul_(scale).view(batch, rows, D)
-        k, v = (_bands(_by_head(x, padded, keys - rows), batch, rows, keys) for x in (k, v))
-        probs, out = q.new_empty(batch, rows, keys), torch.empty_like(q)
+        (P, H, D), (blocks, rows, keys) = q.shape, bias.shape
+        sizes, padded, beyond = (H * blocks, rows, keys), blocks * rows, keys - rows
+        q = _by_head(q, padded, 0, beyond).mul_(scale)
+        k, v = (_bands(_by_head(x, padded, beyond, 0), *sizes) for x in (k, v))
+        own, probs = _bands(q, H * blocks, rows, rows), _scores(q, *sizes)
+        by_query, out = _by_query(probs, *sizes), torch.empty_like(own)
         for head in (slice(i * blocks, (i + 1) * blocks) for i in range(H)):
-            scores = torch.bmm(q[head], k[head].contiguous().mT, out=probs[head])  # oneDNN copies other strides, slowly
-            torch.softmax(scores.add_(bias), -1, out=scores)
-            torch.bmm(scores, v[head], out=out[head])
-        ctx.save_for_backward(q, k, v, probs)
-        ctx.scale, ctx.shape = scale, (P, H, D)
+            scores = torch.bmm(own[head], k[head].mT).add_(bias)
+            torch.bmm(by_query[head].copy_(torch.softmax(scores, -1)), v[head], out=out[head])
+        ctx.save_for_backward(q, k, v, probs, out)
+        ctx.scale, ctx.sizes = scale, sizes
         return out.view(H, padded, D)[:, :P].transpose(0, 1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        q, k, v, probs = ctx.saved_tensors
-        P, H, D = ctx.shape
-        batch, rows, keys = probs.shape
-        blocks, padded, front = batch // H, batch // H * rows, keys - rows
-        g = _by_head(grad, padded, 0).view(batch, rows, D)
-        grad_q, grad_k, grad_v = torch.empty_like(q), *g.new_zeros(2, front + H * padded, D)
-
-        def add_bands(total: Tensor, head: slice, x: Tensor) -> None:
-            """Add x (blocks, keys, D) to a head's rows of total: to each key from every block that saw it."""
-            for i in range(0, keys, rows):
-                total[head.start * rows + i :][:padded].view(blocks, rows, D).add_(x[:, i : i + rows])
-
-        for head in (slice(i * blocks, (i + 1) * blocks) for i in range(H)):
-            add_bands(grad_v, head, torch.bmm(probs[head].mT, g[head]))
-            grad_probs = torch.bmm(g[head], v[head].contiguous().mT)
-            grad_scores = torch._softmax_backward_data(grad_probs, probs[head], -1, probs.dtype)
-            torch.bmm(grad_scores, k[head], out=grad_q[head])
-            add_bands(grad_k, head, torch.bmm(grad_scores.mT, q[head]))  # q carries the scale
-        grads = grad_q.mul_(ctx.scale).view(-1, D), grad_k[front:], grad_v[front:]
+        q, k, v, probs, out = ctx.saved_tensors
+        (P, H, D), sizes = grad.shape, ctx.sizes
+        batch, rows, keys = sizes
+        blocks, padded = batch // H, batch // H * rows
+        g = _by_head(grad, padded, 0, keys - rows)
+        own, grad_scores, grads = _bands(g, batch, rows, rows), _scores(q, *sizes), [torch.empty_like(out) for _ in range(3)]
+        mean = (own * out).sum(-1, keepdim=True)  # over the keys, of the probabilities' gradients, weighted by them
+        q, g = _bands(q, *sizes), _bands(g, *sizes)  # of each block of keys; q carries the scale
+        for head in (slice(i * blocks, (i + 1) * blocks) for i in reversed(range(H))):  # by key a head reads the next one's too
+            grad_q, grad_k, grad_v = (x[head] for x in grads)
+            scores = torch.bmm(own[head], v[head].mT).sub_(mean[head]).mul_(_by_query(probs, *sizes)[head])
+            torch.bmm(_by_query(grad_scores, *sizes)[head].copy_(scores), k[head], out=grad_q)
+            torch.bmm(_by_key(grad_scores, *sizes)[head], q[head], out=grad_k)
+            torch.bmm(_by_key(probs, *sizes)[head], g[head], out=grad_v)
+        grads[0].mul_(ctx.scale)
         return *(x.view(H, padded, D)[:, :P].transpose(0, 1) for x in grads), None, None

@@ -1,4 +1,5 @@
-"""What a run on a CPU does otherwise: products by what the CPU has, what is bf16 there, reduce-scatter by an exchange.
+"""What a run on a CPU does otherwise: products by what the CPU has, what is bf16 there, Polar Express without bf16 units,
+reduce-scatter by an exchange.
 
 Every choice asks PyTorch which units there are and never a stopwatch: the same CPU chooses the same, so that a run repeats its
 own bits and a resumed one goes on with them. The log's environment says what was chosen; on another kind of CPU bits differ,
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import triton_kernels
-from triton_kernels import CPU_BF16
+from triton_kernels import CPU_BF16, CPU_FP32
 
 
 def bf16_units() -> str:
@@ -30,10 +31,10 @@ def use_cpu() -> str:
 
     "medium" hands fp32 products to oneDNN, which also on an AMD CPU uses all of AVX-512, where MKL uses half of it. They stay
     in fp32, but on AMX, where oneDNN would round their operands: there they stay with MKL. Where there are bf16 units, linear
-    maps, the MLP and Polar Express have bf16 operands; attention and head stay in fp32.
+    maps, the MLP and Polar Express have bf16 operands; attention and head stay in fp32. Elsewhere nothing is in bf16.
     """
     units = bf16_units()
-    triton_kernels.cpu = CPU_BF16 if units else None
+    triton_kernels.cpu = CPU_BF16 if units else CPU_FP32
     torch.set_float32_matmul_precision("highest" if units == "AMX" else "medium")
     if platform.libc_ver()[0] == "glibc":  # freed memory stays: its pages would be faulted in again, a third of an MLP's time
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
@@ -47,6 +48,30 @@ def forget_cpu() -> None:
     """Undo what use_cpu chose: products in full precision, for tests and comparisons."""
     triton_kernels.cpu = None
     torch.set_float32_matmul_precision("highest")
+
+
+def polar_express_in_fp32(G: Tensor, coefficients: tuple[tuple[float, float, float], ...]) -> Tensor:
+    """polar_express of G (n, rows, cols) by quintics (a, b, c) without bf16, which a CPU without units for it only rounds to.
+
+    A tall X is multiplied twice: each step turns it into X·P, P = aI + bA + cA² of A = XᵀX, and A into P·A·P. So the steps work
+    on the small A and on the product of all P; for cols = rows/4 they take 0.6 of the operations. A's rounding moves singular
+    values below 3e-4 of the largest; bf16 moves those below 1e-2. In G's dtype, at least fp32.
+    """
+    X = G.to(torch.promote_types(G.dtype, torch.float32))
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    if X.size(-2) <= X.size(-1):
+        for a, b, c in coefficients:
+            A = X @ X.mT
+            X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+        return X
+    A, P, factor = X.mT @ X, None, None
+    for a, b, c in coefficients:
+        if P is not None:
+            A = P @ (A @ P)  # all are polynomials in one matrix: their order is free
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        P.diagonal(dim1=-2, dim2=-1).add_(a)
+        factor = P if factor is None else factor @ P
+    return X @ factor
 
 
 class _Exchange:

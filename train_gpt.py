@@ -39,12 +39,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Band, attend, band_bias, flash_attention, norm_and_rotate_qk, uses_flash
-from cpu import reduce_scatter, use_cpu
+from cpu import polar_express_in_fp32, reduce_scatter, use_cpu
 from data.encodings import check_encoding
 from data.loader import (
     DataFacts, check_data, distributed_data_generator, synthetic_batch, to_device, train_pattern, val_pattern,
 )  # fmt: skip
-from launch.console import AgreedError, RunError, Stopped, tell
+from launch.console import AgreedError, RunError, Stopped, leave, tell
 from launch.signals import Signals
 from runtime.checkpoints import map_tensors
 from runtime.options import check_values, is_plain_name, parse_options, setting
@@ -54,9 +54,9 @@ from sample import sample_text
 from tail_averages import TAIL_TABLE, TailAverages
 from tracer import Tracer, steps_of
 from triton_kernels import (
-    XTX, XXT, aX_plus_BX, ba_plus_cAA, cache_sized, fp8_head_loss, fused_on_gpu, has_fp8, join_mantissa,
-    linear, lookup, norm, relu_squared_mlp, residual_add, softcapped_cross_entropy, split_mantissa,
-    transpose_add, transpose_copy,
+    CPU_FP32, XTX, XXT, aX_plus_BX, ba_plus_cAA, cache_sized, fp8_head_loss, fused_on_gpu, has_fp8, join_mantissa,
+    kernel_device, linear, lookup, norm, relu_squared_mlp, residual_add, softcapped_cross_entropy,
+    split_mantissa, transpose_add, transpose_copy,
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -165,11 +165,11 @@ def raise_first(*rules: tuple[Any, str]) -> None:
 # What a machine without a GPU trains in a minute or two: the same topology and schedule, small widths, bytes.
 DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes", max_doc_len=384,
-    bigram_rows=16_384, model_dim=128, num_heads=4, head_dim=32, dtype="float32", compile=False,
+    bigram_rows=16_384, model_dim=64, num_heads=2, head_dim=32, dtype="float32", compile=False,
     attention_scale=0.28,  # queries and keys have length √head_dim: narrow heads make small logits
-    num_scheduled_iterations=280, num_extension_iterations=8, batch_unit=72, micro_batches=2, block_size=32,
+    num_scheduled_iterations=384, num_extension_iterations=8, batch_unit=72, micro_batches=2, block_size=32,
     momentum_warmup=1000, muon_lr_mul=1.3, adam_lr_mul=0.6,  # short runs: low momentum, high rates of matrices
-    val_every=100, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
+    val_every=150, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )  # fmt: skip
 PRESETS = {"record": {}, "demo": DEMO}
 
@@ -667,9 +667,12 @@ POLAR_EXPRESS_COEFFICIENTS = (
 def polar_express(G: Tensor) -> Tensor:
     """The orthogonal factor of each matrix of G, nearly: singular values end between about 0.85 and 1.15.
 
-    G (n, rows, cols), any float dtype; result the same shape in bf16, or fp64 where G is fp64. Tall matrices
-    multiply on the right: the Gram matrix is the smaller one, and nothing is transposed.
+    G (n, rows, cols), any float dtype; result the same shape, in fp64 where G is, in fp32 in a run on a CPU
+    without bf16 units, else in bf16. Tall matrices multiply on the right: the Gram matrix is the smaller one,
+    and nothing is transposed.
     """
+    if kernel_device(G) == CPU_FP32:
+        return polar_express_in_fp32(G, POLAR_EXPRESS_COEFFICIENTS)
     X = G.to(G.dtype if G.dtype == torch.float64 else torch.bfloat16)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = X.size(-2) > X.size(-1)
@@ -1344,3 +1347,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave("", 0)  # at once: a thread inside PyTorch can abort a process whose interpreter ends

@@ -42,8 +42,8 @@ except ModuleNotFoundError as missing:
 # How a function finds its kernel
 
 _forced: str | None = None  # set by kernels_of
-CPU_BF16 = "CPU with bf16 units"  # a device of its own
-cpu: str | None = None  # CPU_BF16 in a run on one: set by use_cpu of cpu.py
+CPU_BF16, CPU_FP32 = "CPU with bf16 units", "CPU without bf16 units"  # devices of their own
+cpu: str | None = None  # one of these in a run on a CPU: set by use_cpu of cpu.py
 
 
 def kernel_device(x: Tensor) -> str | None:

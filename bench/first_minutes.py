@@ -2,7 +2,7 @@
 
     python bench/first_minutes.py                    # the environment that is active
     python bench/first_minutes.py --fresh            # .venv is made and filled, from the network
-    python bench/first_minutes.py --steps=288        # the whole demo; else 6 steps
+    python bench/first_minutes.py --steps=392        # the whole demo; else 6 steps
 
 Clones what is committed into a temporary folder and starts ./run.sh there, on two ranks. The seconds are those between the
 lines that a user sees; "joining" is from the start of the ranks to their log: their imports, the group, the checks of all.

@@ -23,6 +23,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.communication import markdown
 from bench.settings import trainer_settings
+from cpu import use_cpu
 from runtime.log import Clock
 from runtime.ranks import Ranks, join_ranks
 from train_gpt import NorMuonAndAdam, TrainingManager, build
@@ -105,6 +106,8 @@ def slowest(times: dict[Any, float], ranks: Ranks) -> dict[Any, float]:
 def main() -> None:
     h = trainer_settings()
     ranks = join_ranks()
+    if ranks.device.type == "cpu":  # as in a run
+        use_cpu()
     with patch("train_gpt.NorMuonAndAdam", TimedOptimizer):
         manager = build(h, ranks)
     optimizer = manager.optimizer

@@ -28,6 +28,13 @@ def test_a_run_needs_no_triton(shards, tmp_path, blocked) -> None:
     assert "\nstep:2/2 val_loss" in log and "⟫" in log and "Triton none" in log and "# no_triton.py" in log
 
 
+def test_the_tests_are_found_without_triton(blocked) -> None:
+    """All but those of kernels, which say so. ./test.sh itself was run there too: README."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+    found = subprocess.run(command, cwd=ROOT, env=blocked, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0 and "recipe/test_model.py" in found.stdout, found.stdout[-2000:] + found.stderr
+
+
 def test_a_kernel_says_that_it_needs_triton(blocked) -> None:
     code = (
         "import torch, triton_kernels as tk\n"
