@@ -2,8 +2,14 @@
 # Prove everything. ./test.sh [pytest arguments]: run.sh's environment plus what records/ and the tests need, then all tests.
 #   SCRIPT=ideas/idea.py ./test.sh              the recipe's tests alone, of an idea
 set -euo pipefail
+stands=$PWD
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
-[[ -n ${SCRIPT-} && $# == 0 ]] && set -- tests/recipe
+if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else in the project
+    for path in "$SCRIPT" "$stands/$SCRIPT" "$PWD/$SCRIPT"; do [[ $path == /* && -f $path ]] && break; done
+    [[ -f $path ]] || { echo "test.sh: error: no such script: SCRIPT=$SCRIPT, in $stands or $PWD" >&2; exit 1; }
+    export SCRIPT=$path
+    (($#)) || set -- tests/recipe
+fi
 python=$(command -v python3 || command -v python) || { echo "test.sh: error: no python3 on the PATH" >&2; exit 1; }
 python=$("$python" launch/environment.py requirements.txt records/requirements.txt tests/requirements.txt)
 # Files of tests side by side, one more than cores, as some wait for processes, and the slow ones not last; one after the other

@@ -10,14 +10,14 @@ command after a kill: until its bytes have arrived and their hash is right, a sh
 """
 
 import argparse
+import contextlib
 import glob
 import hashlib
 import os
-import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -116,6 +116,18 @@ def fetch(repo: str, name: str, folder: Path, revision: str | None = None, expec
     return final
 
 
+def remove_fetched(folder: Path, names: Iterable[str]) -> None:
+    """Delete what `fetch` has left of these files in `folder`, and the folders that are empty then; what else is there stays."""
+    for path in (folder / name for name in names):
+        for file in (path, *path.parent.glob(f"{glob.escape(path.name)}.*.part")):
+            file.unlink(missing_ok=True)
+        for emptied in (path.parent, *path.parent.parents):
+            if not emptied.is_relative_to(folder):
+                break
+            with contextlib.suppress(OSError):
+                emptied.rmdir()
+
+
 def receive(url: str, part: Path) -> None:
     """The bytes of `url` from the end of the file `part` on; whatever ends this, those that have arrived stay there."""
     start = part.stat().st_size if check_plain(part) else 0
@@ -149,14 +161,16 @@ def fetch_shard(name: str, output: Path, known: dict[str, list]) -> int:
             raise DataError(f"{final}: is not a file: move it away")
         try:
             count, changed = verify_shard(final), final.stat().st_mtime_ns
-            expected, compared = known.get(name) or (announced_hash(REPO, name), None)
-            if changed != compared and not has_hash(final, expected):
-                raise ShardError(f"{final}: does not have the hash {expected} that the hub announces; make or fetch it again")
-            known[name] = [expected, changed]
-            return count
         except ShardError as error:
             print(f"{error}: that is done now", file=sys.stderr)
             final.unlink()
+        else:
+            expected, compared = known.get(name) or (announced_hash(REPO, name), None)
+            if changed == compared or has_hash(final, expected):
+                known[name] = [expected, changed]
+                return count
+            why = f"does not have the hash {expected} that the hub announces"
+            print(f"{final}: {why}: fetching that one", file=sys.stderr)  # it stays until then
     expected = announced_hash(REPO, name)
     arrived = fetch(REPO, name, output / "arriving", expected=expected)
     try:
@@ -188,11 +202,13 @@ def main() -> None:
 
     names = [shard_name("fineweb", "train" if index else "val", index) for index in range(args.N + 1)]
     with one_line_errors(), locked(args.output):
+        if os.path.lexists(args.output / "progress.json"):
+            raise DataError(f"{args.output} holds shards of fineweb.py (progress.json): choose another --output")
         tokens, known = 0, load_known(args.output / "fetched.json")
         for name in names:
             tokens += fetch_shard(name, args.output, known)
             write_json(args.output / "fetched.json", known)
-        shutil.rmtree(args.output / "arriving", ignore_errors=True)
+        remove_fetched(args.output / "arriving", names)
         print(f"{args.output}: {len(names)} shards, {tokens:,} tokens, all whole")
 
 

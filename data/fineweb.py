@@ -12,7 +12,6 @@ each shard written, where in the parquet files it ended, and which state of the 
 import argparse
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -30,7 +29,7 @@ from pyarrow.parquet import ParquetFile
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.cached_fineweb10B import fetch, with_retries
+from data.cached_fineweb10B import fetch, remove_fetched, with_retries
 from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
@@ -253,7 +252,7 @@ def make_shards(progress: Progress, output: Path, workers: int) -> None:
         record(file, group, used)
     progress.finished = True
     progress.save(output)
-    shutil.rmtree(output / "parquet", ignore_errors=True)
+    remove_fetched(output / "parquet", progress.files)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -26,13 +26,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import DataError, read_shard, verify_shard
+from data.shards import DataError, hold_shards, read_shard, verify_shard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards of a folder
@@ -77,6 +78,7 @@ def find_shards(pattern: str) -> list[str]:
 
 LISTED: dict[str, list[str]] = {}  # by pattern, the shards that check_data has found last: a run reads these
 CHECKED: dict[str, int] = {}  # by path, the digests of those that it has read
+HELD: dict[str, BinaryIO | None] = {}  # by folder, what keeps tools from replacing its shards
 
 
 def shards_in_use(pattern: str) -> list[str]:
@@ -405,8 +407,9 @@ def check_data(
     val_batch_tokens. Every micro-batch is planned, and its documents counted; none is made. Who reads the folder later in
     this process finds these shards and tokens, or an error.
     """
-    LISTED.clear()
-    CHECKED.clear()
+    for found in (LISTED, CHECKED, HELD):
+        found.clear()
+    HELD[folder] = hold_shards(Path(folder))
     val, train = (LISTED.setdefault(pattern, find_shards(pattern)) for pattern in (val_pattern(folder), train_pattern(folder)))
     shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in (*train, *val)}
     most, faults = 0, []  # most documents in a micro-batch; where there are too many

@@ -27,8 +27,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
-    shard_name, verify_shard, write_json,
+    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
+    open_lock, read_json, shard_name, verify_shard, without_readers, write_json,
 )
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -257,13 +257,16 @@ def main() -> None:
         if unreadable:
             print(f"local_text.py: {complaint(unreadable)}", file=sys.stderr)
         with locked(args.output):
+            open_lock(args.output / READERS).close()  # for runs to hold
             wanted = recipe(args, files)
             manifest = load_manifest(args.output)
             if manifest and is_present(args.output, manifest, wanted):
                 tokens = sum(manifest["shards"].values())
                 print(f"{args.output} is up to date: {tokens:,} tokens in {len(manifest['shards'])} shards")
             else:
-                report(make_shards(args, files, wanted, list(manifest["shards"]) if manifest else []), args.output)
+                with without_readers(args.output):
+                    made = make_shards(args, files, wanted, list(manifest["shards"]) if manifest else [])
+                report(made, args.output)
 
 
 if __name__ == "__main__":

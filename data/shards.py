@@ -28,6 +28,7 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 256 * 4
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
+READERS = ".readers"  # in a folder of shards: locked, together, by the runs that train on them
 MAX_TOKEN = 2**16 - 1
 
 
@@ -304,6 +305,33 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def hold_shards(folder: Path) -> BinaryIO | None:
+    """Keeps tools from replacing the shards of `folder` until what this returns is closed, or the process ends. None where no
+    tool has left the file for it, or a file system has no locks."""
+    try:
+        file = open(folder / READERS, "rb")
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return file
+    except OSError:
+        return None
+
+
+@contextmanager
+def without_readers(folder: Path) -> Iterator[None]:
+    """Raises DataError if a run holds the shards of `folder`; none can begin to within the block."""
+    check_plain(folder / READERS)
+    with open_lock(folder / READERS) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{folder}: a run trains on these shards, which others would replace: wait for its end, or give another --output"
+            ) from None
+        except OSError:  # a network file system without locks
+            pass
+        yield
+
+
 def one_line(text: object) -> str:
     """What others have written, such as a hub or a library, on one line and without control characters."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(f"{text}".split()))
@@ -311,8 +339,12 @@ def one_line(text: object) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Ends the program with one line and code 1 on an error the user can mend (DataError, OSError, memory) and on Ctrl-C."""
+    """Ends the program with one line and code 1 on an error the user can mend (DataError, OSError, memory) and on Ctrl-C.
+    What the encoding of a stream lacks, as in a folder's name, is written as an escape."""
     tool = Path(sys.argv[0]).name
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not a test's
+            stream.reconfigure(errors="backslashreplace")
     try:
         yield
     except (DataError, OSError) as error:

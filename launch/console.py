@@ -1,10 +1,15 @@
 """What a user is told, on a console that may be closed, full or of another encoding, and the errors that end a run."""
 
 import argparse
+import contextlib
 import difflib
 import os
+import select
+import stat
 import sys
+import time
 from pathlib import Path
+from typing import TextIO
 
 
 class RunError(RuntimeError):
@@ -44,16 +49,67 @@ def guard_console() -> None:
     sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
 
 
+PATIENCE = 0.2  # seconds for a stream that has stopped to take more: once, until it goes on
+_left: dict[str, bytes] = {}  # by stream that has stopped: the rest of what it took a part of
+_lost: dict[str, int] = {}  # texts since then
+_terminals: dict[str, int] = {}  # by path: open, without waiting
+
+
 def console(text: str, stream: str = "stdout", end: str = "\n") -> None:
-    """Text for who looks on, ? for what its encoding lacks. A stream that takes nothing is given up: the log is the record."""
+    """Text for who looks on, ? for what its encoding lacks. A stream that is full or gone is given up: the log is the record.
+    One that stops, as by Ctrl-S or a pager, does not stop the run: it lacks what is said meanwhile, and is told so."""
     file = getattr(sys, stream)
     encoding = getattr(file, "encoding", None) or "utf-8"
+    data = f"{text}{end}".encode(encoding, "replace")
     try:
-        print(text.encode(encoding, "replace").decode(encoding), end=end, file=file, flush=True)
+        if (number := _may_stop(file)) is None:
+            print(data.decode(encoding), end="", file=file, flush=True)
+            return
+        if stream in _left and not (rest := _put(number, _left[stream], 0)):
+            del _left[stream]
+            if lost := _lost.pop(stream, 0):
+                data = f"({lost} more are in the log alone, as nothing was taken here)\n".encode() + data
+        if stream in _left:
+            _left[stream], _lost[stream] = rest, _lost.get(stream, 0) + 1
+        elif rest := _put(number, data, PATIENCE):
+            _left[stream] = rest
     except (OSError, ValueError) as error:  # full or gone; closed
         setattr(sys, stream, open(os.devnull, "w"))
+        _left.pop(stream, None)
         if stream == "stdout":
             tell(f"stdout cannot be written and is given up: {error}")
+
+
+def _may_stop(file: TextIO) -> int | None:
+    """The number of a pipe, a socket or a terminal, which can leave a writer waiting; None for others."""
+    try:
+        number = file.fileno()
+    except (AttributeError, OSError, ValueError):  # no file, or closed
+        return None
+    if not os.isatty(number):
+        mode = os.fstat(number).st_mode
+        return number if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
+    with contextlib.suppress(OSError):  # without a name here, or another user's: then as a pipe
+        path = os.ttyname(number)
+        if path not in _terminals:
+            _terminals[path] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)  # this opening alone never waits
+        return _terminals[path]
+    return number
+
+
+def _put(number: int, data: bytes, seconds: float) -> bytes:
+    """Write what is taken while the stream does not stop for so long; the rest. A pipe that is ready takes 512 bytes at once."""
+    ready = select.poll()
+    ready.register(number, select.POLLOUT)
+    while data and ready.poll(1000 * seconds):
+        try:
+            data = data[os.write(number, data[:512]) :]
+        except BlockingIOError:  # a terminal that is ready, but without room
+            if seconds <= 0:
+                break
+            time.sleep(0.01)
+            seconds -= 0.01
+    return data
 
 
 def encoded(text: str) -> bytes:

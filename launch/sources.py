@@ -43,9 +43,12 @@ class Sources:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
 
 
-def check_unused(log: Path) -> None:
-    """Raise ValueError if there is a run's log already, or a folder of its checkpoints, which a new run would delete."""
+def check_unused(log: Path, resumed: Path | None = None) -> None:
+    """Raise ValueError if there is a run's log already, or a folder of its checkpoints, which a new run would delete.
+    resumed: a checkpoint; that the log is of its run is for Log to see, and what lies beside the checkpoint is of its run."""
     folder, advice = log.with_suffix(""), "move it, or give another --run_id or --log_dir"
+    if resumed and (holds_run(log) or resumed.resolve().parent == folder.resolve()):
+        return
     if holds_run(log):
         raise ValueError(f"{log} is another run's log: {advice}")
     if any(folder.glob("step_*.pt")):

@@ -27,6 +27,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import traceback
 import uuid
@@ -130,11 +131,25 @@ def show(message: str, since: float) -> None:
 
 
 def console(text: str, stream: str = "stdout") -> None:
-    """As in console.py, for what the ranks say: what a stream does not take is lost, and ends nothing."""
+    """What a stream does not take is lost, and ends nothing; one that has stopped, as by Ctrl-S, is waited for a second."""
     file = getattr(sys, stream) or open(os.devnull, "w")
-    try:
-        print(text.encode(file.encoding, "replace").decode(file.encoding), file=file, flush=True)
-    except (OSError, ValueError):
+    data, taken = f"{text}\n".encode(file.encoding, "replace"), []
+
+    def put() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                number = file.fileno()
+            except OSError:  # no file
+                file.write(data.decode(file.encoding))
+            else:  # not through its buffer: whoever ends the process would wait for that
+                file.flush()
+                os.write(number, data)
+            taken.append(True)
+
+    thread = threading.Thread(target=put, daemon=True)
+    thread.start()
+    thread.join(1)
+    if not taken:
         setattr(sys, stream, open(os.devnull, "w"))
 
 
@@ -151,9 +166,9 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     if path is None:
         places = " or ".join(dict.fromkeys((f"{Path.cwd()}", f"{ROOT}")))
         raise LaunchError(f"no such script: {first}, in {places}", 1)
-    hides = [path, *(ROOT.glob("*.py"))]  # what every import would find in place of Python's own module
+    hides = [path, *path.parent.glob("*.py"), *ROOT.glob("*.py")]  # found in place of Python's own modules
     for file in hides:
-        if file.stem in sys.stdlib_module_names or file is path and file.stem in IMPORTED:
+        if file.stem in sys.stdlib_module_names - {"test"} or file is path and file.stem in IMPORTED:
             raise LaunchError(f"{file} hides the module {file.stem!r} that others import: rename it", 1)
     return path.resolve(), options
 
@@ -222,6 +237,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         make_data(MAKERS.get(s.data), options)
     options = options + project_paths(s, options)
     begun = time.monotonic()
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)  # here: DETAIL knows no group of one process
     state = run.check_start(script, s, ranks)
     work = TOKEN_MEMORY * getattr(s, "max_tokens", 0) * getattr(s, "model_dim", 0)
     if not gpus:

@@ -12,7 +12,6 @@ from torch import Tensor
 from data.shards import whole_file
 from launch.console import console, encoded, printable
 from launch.signals import STOPS
-from launch.sources import check_unused
 from runtime.ranks import Ranks
 
 RULE, BANNER = "=" * 100, "-" * 40
@@ -51,8 +50,6 @@ class Log:
             if not (parts := same_run(path, resumed)):
                 raise ValueError(f"{path} is not the log of the checkpoint's run: move it, or give another --run_id")
             self.header, self.lines = "\n".join([parts[0], RULE, parts[1], header, RULE]), [resumed["lines"]]
-        else:
-            check_unused(path)
         try:
             self._write_all()
         except OSError as error:

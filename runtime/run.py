@@ -51,8 +51,8 @@ class Run:
     def __exit__(self, *_: object) -> None:
         if self.lock:
             with suppress(OSError):
-                if os.path.samestat(os.stat(self.lock.name), os.fstat(self.lock.fileno())):
-                    os.unlink(self.lock.name)
+                if os.path.samestat(os.stat(self.lock.name), found := os.fstat(self.lock.fileno())) and not found.st_size:
+                    os.unlink(self.lock.name)  # a user's own file, which is not empty, stays
             self.lock.close()
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
@@ -72,6 +72,7 @@ class Run:
         s.run_id = s.run_id or run_id
         self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
         self.lock = ranks.on_all(*(lock_run, Path(s.log_dir, f"{s.run_id}.lock"), tell) if ranks.first else (str,))
+        ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path) if ranks.first else (str,))
         room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves)
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
@@ -240,15 +241,15 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
             manager = script.build(s, Ranks(0, world_size, place))
     finally:
         dist.destroy_process_group()
-    run_id = s.run_id
+    run_id, path = s.run_id, None
     if s.resume:
         path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)
         checkpoints.check_recipe(path, saved, manager.own_rows)
         checkpoints.check_fits(path, saved, dataclasses.asdict(settings), data.shards)
         checkpoints.check_usable(path, saved, manager, s.total_iterations)
         run_id = run_id or saved["run_id"]
-    elif run_id:
-        check_unused(Path(s.log_dir, f"{run_id}.txt"))
+    if run_id:
+        check_unused(Path(s.log_dir, f"{run_id}.txt"), path)
     folder, layout = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0)
     checkpoints.check_room(folder, layout if s.save_every else {}, s.keep_checkpoints, s.total_iterations)
     tensors = [x for _, x in checkpoints.leaves(layout) if isinstance(x, torch.Tensor)]

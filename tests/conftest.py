@@ -24,8 +24,10 @@ import common  # first: it loads the script that is tested
 import cpu
 from data.shards import write_shard
 
-# A shell starts its background commands deaf to Ctrl-C, and they hand that down; the tests send it.
+# A shell starts its background commands deaf to Ctrl-C and Ctrl-\, nohup to SIGHUP, and they hand that down; the tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGQUIT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks of a test share the machine
 settings.register_profile("bankrun", deadline=None, derandomize=True, database=None)
 settings.load_profile("bankrun")

@@ -29,7 +29,7 @@ import pytest
 
 from common import wait_until
 from data import cached_fineweb10B, fineweb
-from data.shards import DataError, read_shard, write_shard
+from data.shards import DataError, ShardError, read_shard, write_shard
 
 FOLDER = Path(fineweb.__file__).parent
 CACHED = "datasets/kjj0/fineweb10B-gpt2/resolve/main"
@@ -421,6 +421,35 @@ def test_garbage_in_a_shard_on_disk_is_found_and_fetched_again(
     assert client.shard(name) == 1010 and hub.log == []
 
 
+def test_a_shard_that_is_not_the_hubs_stays_until_the_hubs_has_come(hub: Hub, shards: dict[str, bytes], client: Client) -> None:
+    name = list(shards)[1]
+    (client.folder / name).write_bytes(mine := garbage(shards[name]))
+    hub.files[f"{CACHED}/{name}"] = b"no shard"
+    with pytest.raises(ShardError, match="sent a bad"):
+        client.shard(name)
+    assert (client.folder / name).read_bytes() == mine
+
+
+def test_what_else_is_in_a_folder_of_downloads_stays(hub: Hub, shards: dict[str, bytes], tmp_path: Path, monkeypatch) -> None:
+    client = Client(hub, tmp_path / "out", monkeypatch)
+    for path in (mine := client.folder / "arriving" / "mine.bin", client.folder / "arriving" / f"{list(shards)[0]}.0f.part"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("precious")
+    monkeypatch.setattr(sys, "argv", ["cached_fineweb10B.py", "1", "--output", str(client.folder)])
+    cached_fineweb10B.main()
+    assert shards_in(client.folder) == first(shards, 2) and [*mine.parent.iterdir()] == [mine]
+
+
+def test_the_shards_of_the_other_tool_are_not_replaced(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    client = Client(hub, tmp_path / "out", monkeypatch)
+    (client.folder / "progress.json").write_text("{}")
+    (client.folder / "fineweb_val_000000.bin").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["cached_fineweb10B.py", "1", "--output", str(client.folder)])
+    with pytest.raises(SystemExit, match=r"out holds shards of fineweb.py \(progress.json\): choose another --output"):
+        cached_fineweb10B.main()
+    assert hub.log == [] and (client.folder / "fineweb_val_000000.bin").read_text() == "mine"
+
+
 @pytest.mark.parametrize("content", ["[]", "[1", '{"a": 5}', '{"fineweb_val_000000.bin": ["x", 0]}', "null"])
 def test_a_note_of_hashes_that_makes_no_sense_is_made_again(
     hub: Hub, shards: dict[str, bytes], tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
@@ -594,6 +623,15 @@ def test_shards_are_the_documents_in_order(here: Here, parquet: dict[str, list[s
     here.make("--shard_tokens", str(shard_tokens))
     assert shards_hold(here.folder, stream_of(parquet), shard_tokens)
     assert not list(here.folder.rglob("*.parquet"))
+
+
+def test_a_users_own_parquet_files_stay(here: Here) -> None:
+    mine = here.folder / "parquet" / "mine" / "precious.parquet"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    here.make()
+    assert [path for path in (here.folder / "parquet").rglob("*") if path.is_file()] == [mine]
+    assert [*(here.folder / "parquet").iterdir()] == [mine.parent]
 
 
 def test_interrupted_at_every_shard_the_same_shards_come_out(here: Here, parquet: dict[str, list[str]]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from common import wait_until
 from data import loader
 from data.loader import check_data, default_doc_slots, distributed_data_generator, first_documents, synthetic_batch
-from data.shards import DataError, write_shard
+from data.shards import DataError, without_readers, write_shard
 
 BOS = 0
 
@@ -309,6 +309,18 @@ def test_a_shard_that_comes_after_the_check_is_not_read_and_one_that_goes_is_mis
             read()
     check(folder)  # another run's
     assert first_documents(str(folder), BOS, 8, 1) != first
+
+
+def test_checked_shards_are_not_replaced_until_others_are_checked(folder, tmp_path_factory):
+    with without_readers(folder):
+        pass
+    check(folder)
+    with pytest.raises(DataError, match="a run trains on these shards, which others would replace"), without_readers(folder):
+        pass
+    with pytest.raises(DataError, match="_val_"):
+        check(tmp_path_factory.mktemp("other"))
+    with without_readers(folder):
+        pass
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from data import local_text
 from data.local_text import DOCUMENT_BYTES, cut, split
-from data.shards import DataError, read_shard
+from data.shards import DataError, hold_shards, read_shard
 
 SCRIPT = Path(local_text.__file__)
 TEXT = st.text(st.sampled_from("ab é€𝄞\t\r\n\n\n"), max_size=400)
@@ -328,7 +329,7 @@ def test_files_beside_the_shards_stay(tmp_path: Path, library: Path, monkeypatch
         make(monkeypatch, library, tmp_path / "out", *options)
     assert all((tmp_path / "out" / name).read_text() == "mine" for name in mine)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {*mine, ".lock", "manifest.json", "local_train_000000.bin", "local_val_000000.bin"}
+    assert names == {*mine, ".lock", ".readers", "manifest.json", "local_train_000000.bin", "local_val_000000.bin"}
 
 
 @pytest.mark.parametrize("writes", range(1, 8))
@@ -367,6 +368,32 @@ def test_shards_among_the_text_they_are_made_of_are_refused(
     with pytest.raises(SystemExit, match="is the --input too: its shards would be text of the next run; choose another"):
         make(monkeypatch, library, output)
     assert states(library) == before
+
+
+def test_shards_that_a_run_holds_are_not_replaced(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs may hold them at once; as long as one does, what would be made otherwise is refused, and what is there serves."""
+    make(monkeypatch, library, out := tmp_path / "out")
+    before, readers = states(out), [hold_shards(out), hold_shards(out)]
+    make(monkeypatch, library, out)
+    (library / "more.py").write_text("x = 1\n" * 100)
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="out: a run trains on these shards, which others would replace: wait for its end"):
+            make(monkeypatch, library, out)
+        assert states(out) == before
+        readers.pop().close()
+    make(monkeypatch, library, out)
+    assert states(out) != before and hold_shards(tmp_path) is None
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_console_without_the_letters_of_a_folder_gets_escapes(tmp_path: Path, library: Path, encoding: str) -> None:
+    """Also of a folder whose name is no text."""
+    output = os.fsencode(tmp_path / "oüt") + b"\xe9"
+    command = [sys.executable, local_text.__file__, "--input", f"{library}", "--output", output]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for said in (rb"tokens in \d+ shards", rb"is up to date"):
+        done = subprocess.run(command, capture_output=True, timeout=60, env=environment)
+        assert done.returncode == 0 and re.search(said, done.stdout) and rb"\udce9" in done.stdout, done.stderr
 
 
 def test_folders_that_cannot_be_read_are_counted_and_named(

@@ -10,6 +10,7 @@ import pytest
 
 import train_gpt
 from common import ends_with, exit_code, forked, lines_of, options, text_of, unequal
+from launch.sources import check_unused
 from runtime import checkpoints
 from runtime.checkpoints import CheckpointError, find_checkpoint, read_checkpoint, write_checkpoint
 from runtime.log import RULE
@@ -203,6 +204,20 @@ def test_a_new_run_does_not_delete_the_checkpoints_of_another(good, shards, tmp_
     message = "/logs/run holds another run's checkpoints: move it, or give another --run_id or --log_dir"
     ends_with(capsys, options(shards, tmp_path, save_every=2, keep_checkpoints=1), message, code=1)
     assert names(tmp_path / "logs") == ["run"] and names(tmp_path / "logs" / "run") == before
+
+
+@pytest.mark.parametrize("by", ["run_id", "log_dir"])
+def test_a_resumed_run_does_not_delete_the_checkpoints_of_another(good, shards, tmp_path, capsys, by):
+    """Under that one's name, or in a folder where another has its own; one whose log was deleted goes on beside its own."""
+    other = tmp_path / "logs" / ("other" if by == "run_id" else "run")
+    shutil.copytree(good / "run", other)
+    where = dict(run_id="other") if by == "run_id" else {}
+    before = {path.name: path.read_bytes() for path in other.iterdir()}
+    message = f"{other} holds another run's checkpoints: move it, or give another --run_id or --log_dir"
+    resume = options(shards, tmp_path, save_every=1, keep_checkpoints=1, resume=good / "run" / sorted(before)[0], **where)
+    ends_with(capsys, resume, re.escape(message), code=1)
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == before and names(tmp_path / "logs") == [other.name]
+    check_unused(other.with_suffix(".txt"), other / sorted(before)[0])
 
 
 def test_the_probe_of_a_folder_touches_no_file_of_the_users(tmp_path):

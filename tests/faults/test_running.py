@@ -1,15 +1,18 @@
 """What may fail while a run trains: console, launcher, another process, shards, log. It goes on, or ends well."""
 
+import contextlib
 import errno
 import fcntl
 import io
 import os
+import pty
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,15 +25,16 @@ import torch
 import sample
 import train_gpt
 from common import (
-    SCRIPT, ends_with, exit_code, forked, lines_of, options, text_of, tiny_settings, torchrun, unequal, wait_until,
+    ROOT, SCRIPT, ends_with, exit_code, forked, lines_of, options, text_of, tiny_settings, torchrun, unequal, wait_until,
 )  # fmt: skip
 from data import loader
 from data.loader import FetchedAhead
 from data.shards import DataError, lock_run, read_shard, write_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Log
-from launch.console import AgreedError
+from launch.console import AgreedError, console
 from launch.signals import FAULT, LAUNCHER, Signals
+from launch.sources import check_unused
 from runtime.ranks import Ranks
 from runtime.run import Run
 from train_gpt import TrainingManager, main
@@ -97,6 +101,54 @@ def test_a_console_that_cannot_be_written_does_not_end_a_run(without_console, ca
     assert re.search(CONSOLES[case][1], told) and "Traceback" not in told and "Exception ignored" not in told
 
 
+@pytest.fixture(params=["pipe", "terminal"])
+def stopped(request) -> Iterator[tuple[int, int]]:
+    """Both ends of a console that nobody reads: (the reader's, the writer's)."""
+    ends = os.pipe() if request.param == "pipe" else pty.openpty()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+def read_all(reader: int, until: str) -> str:
+    text = ""
+    while until not in text:
+        text += os.read(reader, 65536).decode().replace("\r", "")
+    return text
+
+
+def test_a_console_that_stops_does_not_stop_a_run_and_says_what_it_lacks(stopped, monkeypatch):
+    """20,000 lines, more than any console holds: whole lines until it was full, then how many it lacks, then all."""
+    reader, writer = stopped
+    monkeypatch.setattr(sys, "stdout", open(writer, "w", closefd=False))
+    for i in range(20_000):
+        console(f"line {i:05}")
+    threading.Thread(target=lambda: (time.sleep(0.5), console("goes on"), console("end")), daemon=True).start()
+    text = read_all(reader, "end\n")
+    taken = re.findall(r"^line (\d{5})$", text, re.MULTILINE)
+    (lost,) = re.findall(r"^\((\d+) more are in the log alone, as nothing was taken here\)\ngoes on\nend\n", text, re.MULTILINE)
+    assert [int(x) for x in taken] == [*range(len(taken))] and len(taken) + int(lost) == 20_000 and int(lost) > 1000
+
+
+def test_a_signal_ends_a_run_whose_console_has_stopped(shards, tmp_path, stopped):
+    """Launcher and ranks: what they tell is lost, and keeps none of them."""
+    reader, writer = stopped
+    arguments = options(shards, tmp_path, **LONG)
+    command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *arguments]
+    run = subprocess.Popen(command, stdout=writer, stderr=writer, env={**os.environ, "RANKS": "2"})
+    os.set_blocking(writer, False)
+    wait_until(lambda: "\nstep:2/" in text_of(tmp_path / "logs" / "run.txt"))
+    with contextlib.suppress(BlockingIOError):
+        while True:  # full: from here on nothing is taken
+            os.write(writer, b"x")
+    os.set_blocking(writer, True)
+    at = len(re.findall("\nstep:", text_of(tmp_path / "logs" / "run.txt")))
+    wait_until(lambda: len(re.findall("\nstep:", text_of(tmp_path / "logs" / "run.txt"))) > at + 20)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 143 and "stopped by SIGTERM after step:" in text_of(tmp_path / "logs" / "run.txt")
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-16"])
 def test_what_a_console_cannot_show_is_replaced(shards, tmp_path, monkeypatch, encoding, no_warm_up):
     """The sample's ⟫, and what the model writes; so in sample.py."""
@@ -107,7 +159,7 @@ def test_what_a_console_cannot_show_is_replaced(shards, tmp_path, monkeypatch, e
     sample.main([f"{tmp_path}/logs/run/{END}", "é", "--tokens=9", f"--script={SCRIPT}"])
     shown.seek(0)
     printed = shown.read()
-    assert "⟫" in lines_of(tmp_path / "logs" / "run.txt")
+    assert "⟫" in (lines := lines_of(tmp_path / "logs" / "run.txt")) and "no sample" not in lines
     assert "step:8/8 val_loss" in printed and printed.count("⟫" if encoding == "utf-16" else "?") >= 2
 
 
@@ -239,6 +291,13 @@ def test_a_second_process_on_a_run_is_refused_and_a_dead_one_is_not_in_the_way(s
     assert exit_.value.code == 143 and not (tmp_path / "logs" / "run.lock").exists()
     steps = [int(step) for step in re.findall(r"step:(\d+)/302 train", lines_of(log))]
     assert steps == [*range(1, len(steps) + 1)] and len(steps) > done
+
+
+def test_a_users_file_in_place_of_the_lock_stays(shards, tmp_path, no_warm_up):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.lock").write_text("mine")
+    main(options(shards, tmp_path))
+    assert (tmp_path / "logs" / "run.lock").read_text() == "mine"
 
 
 def test_of_two_that_resume_at_once_one_goes_on(shards, tmp_path, no_warm_up):
@@ -466,6 +525,16 @@ def test_a_sample_that_fails_ends_no_finished_run(shards, tmp_path, monkeypatch,
 # The log
 
 
+def test_what_aborts_an_ending_interpreter_ends_no_finished_run(shards, tmp_path, monkeypatch):
+    """As a thread inside PyTorch does once in some hundred runs: a rank that is through leaves before."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os\n'RANK' in os.environ and atexit.register(os.abort)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
+    monkeypatch.setenv("RANKS", "2")
+    command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *options(shards, tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "") and is_whole(tmp_path / "logs" / "run.txt"), run.stderr
+
+
 @pytest.mark.parametrize("moment", ["warm_up", "validate"])
 def test_a_run_that_ended_before_its_first_line_keeps_no_name(shards, tmp_path, monkeypatch, capsys, moment, no_warm_up):
     """In its warm-up, or in its first validation; one that has a line does."""
@@ -490,7 +559,7 @@ def test_what_is_no_log_keeps_its_name(tmp_path, odd):
     make = {"FIFO": os.mkfifo, "folder": Path.mkdir, "dangling link": lambda path: path.symlink_to("nowhere")}
     make.get(odd, lambda path: path.write_text(odd * (odd == "text")))(path)
     with pytest.raises(ValueError, match="is another run's log: move it"):
-        Log(ONE, path, "header")
+        check_unused(path)
 
 
 def replaced(path: Path) -> None:

@@ -257,11 +257,25 @@ def test_a_script_that_hides_a_module_is_refused(start, shards, tmp_path, name):
     assert f"/{name} hides the module '{name[:-3]}' that others import: rename it" in lines[0]
 
 
-def test_so_is_one_beside_the_script_in_the_project(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "ROOT", tmp_path)
-    for name in ("train_gpt.py", "copy.py"):
+@pytest.mark.parametrize("place", ["project", "folder of an idea"])
+def test_so_is_one_beside_the_script(start, shards, tmp_path, monkeypatch, place):
+    """test.py, which nothing imports, is none."""
+    idea = tmp_path / ("train_gpt.py" if place == "project" else "idea.py")
+    if place == "project":
+        monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    for name in (idea.name, "copy.py", "test.py"):
         shutil.copy(SCRIPT, tmp_path / name)
-    assert "/copy.py hides the module 'copy'" in start()[1][0]
+    code, lines, started = start(*([] if place == "project" else [idea]), *options(shards, tmp_path))
+    assert (code, started) == (1, ()) and len(lines) == 1 and "/copy.py hides the module 'copy'" in lines[0]
+
+
+def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path):
+    """DETAIL, which no group of one process among several can have."""
+    code = "from launch.start import *; print(check(load(Path(sys.argv[1])), sys.argv[2:], None)[0])"
+    command = [PYTHON, "-c", code, f"{SCRIPT}", *options(shards, tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert done.returncode == 0 and done.stdout.endswith("\n2\n"), done.stderr
 
 
 IDEA = """

@@ -120,14 +120,16 @@ def test_steps_of_what_is_shared_are_still_the_records() -> None:
 def test_the_records_source_trains_and_its_checkpoint_is_not_taken_here(
     source: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Under torchrun, and by what run.sh starts: the same loss, and a log that holds the source that the record's has."""
+    """Under torchrun, and by what run.sh starts: the same loss, and a log that holds the source that the record's has.
+    A rank of that source, through and told so, may abort while its interpreter ends, once in some hundred runs."""
     folders = tmp_path / "by torchrun", tmp_path / "by run.sh"
     first, second = ([x for x in options(shards, folder, save_every=8) if "bigram_rows" not in x] for folder in folders)
-    run = launch(first, script=source / "train_gpt.py")
-    assert run.returncode == 0, run.stderr
     starter = [sys.executable, ROOT / "launch" / "start.py", source / "train_gpt.py", *second]
-    run = subprocess.run(starter, capture_output=True, text=True, timeout=120, env={**os.environ, "RANKS": "2"})
-    assert run.returncode == 0, run.stderr
+    for run in (
+        launch(first, script=source / "train_gpt.py"),
+        subprocess.run(starter, capture_output=True, text=True, timeout=120, env={**os.environ, "RANKS": "2"}),
+    ):
+        assert run.returncode == 0 or "terminate called without an active exception" in run.stderr, run.stderr
     logs = [(folder / "logs" / "run.txt").read_text() for folder in folders]
     for log in logs:
         assert "step:8/8 val_loss:" in log and (source / "train_gpt.py").read_text() in log

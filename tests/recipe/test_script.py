@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import bench.communication
 import train_gpt
 from common import ROOT, SCRIPT
@@ -27,3 +29,22 @@ def test_script_may_be_an_idea(tmp_path: Path) -> None:
     environment = {**os.environ, "SCRIPT": f"{idea}", "MARKER": "an idea"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("where", ["here", "in the project"])
+def test_the_script_is_the_one_where_the_user_stands(tmp_path: Path, where: str) -> None:
+    """A train_gpt.py of his own is not the project's; a path that is nowhere here is the project's; one that is nowhere ends."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").write_text('#!/bin/sh\necho "$SCRIPT" >&2\nexit 7\n')
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    if where == "here":
+        (tmp_path / "train_gpt.py").touch()
+
+    def said(script: str) -> tuple[int, str]:
+        environment = {**os.environ, "SCRIPT": script, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        done = subprocess.run([ROOT / "test.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    found = f"{tmp_path if where == 'here' else ROOT}/train_gpt.py"
+    assert said("train_gpt.py") == said(found) == (7, f"{found}\n")
+    assert said("nowhere.py") == (1, f"test.sh: error: no such script: SCRIPT=nowhere.py, in {tmp_path} or {ROOT}\n")
