@@ -233,13 +233,13 @@ def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) 
     """(blocks, rows, keys) for blocks of `rows` queries, each with the keys of its own and the blocks its window reaches."""
     device = cu_seqlens.device
     rows = 32  # measured on two cores
-    blocks, back = -(-length // rows), -(-min(window, length) // rows)
-    position = torch.arange(blocks * rows, device=device)
-    start = cu_seqlens[torch.searchsorted(cu_seqlens, position.int(), right=True) - 1]  # of the position's document
-    first_seen = torch.maximum(position - window, start).view(blocks, rows, 1)
-    key = position.view(blocks, rows, 1)[:, :1] + torch.arange(-back * rows, rows, device=device)  # (blocks, 1, keys)
-    unseen = (key < first_seen) | (key > position.view(blocks, rows, 1))
-    return torch.zeros(unseen.shape, device=device, dtype=dtype).masked_fill_(unseen, -math.inf)
+    blocks, back = -(-length // rows), -(-min(window, length) // rows) * rows
+    position = torch.arange(blocks * rows, device=device, dtype=torch.int32)
+    start = cu_seqlens[torch.searchsorted(cu_seqlens, position, right=True) - 1]  # of the position's document
+    reach = (position - start).clamp_(max=window).view(blocks, rows, 1)
+    row, column = torch.arange(rows, device=device)[:, None], torch.arange(-back, rows, device=device)
+    distance = (row - column).masked_fill_(column > row, 2**31 - 1).int()  # of the key before the query: (rows, keys)
+    return torch.where(distance > reach, torch.tensor(-math.inf, device=device, dtype=dtype), 0.0)
 
 
 def _by_head(x: Tensor, padded: int, front: int, back: int) -> Tensor:

@@ -197,7 +197,7 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "attention.py": (
         ("a query does not see the first key of its window", "kernels/references recipe/model",
-         "(key < first_seen)", "(key <= first_seen)"),
+         "distance > reach", "distance >= reach"),
         ("the gradient of q without the scale", "kernels/references",
          "grads[0].mul_(ctx.scale)", "grads[0]"),
         ("a block of scores without the gap", "kernels/references",
