@@ -450,6 +450,8 @@ CHANGES = {  # by file: what, tests, old, new
          "(1 + CONFIDENCE) / 2)) * error", "CONFIDENCE)) * error"),
         ("pairs with the freedom of two groups", "records/t_tests",
          "math.sqrt(len(a)), len(a) - 1)", "math.sqrt(len(a)), 2 * len(a) - 2)"),
+        ("pairs that all differ alike, tested on what the subtraction rounds", "records/t_tests",
+         "round(after - before, 10)", "after - before"),
         ("p of the target for runs above it", "records/t_tests",
          "(mean(values) - target) / (sigma(values)", "(target - mean(values)) / (sigma(values)"),
         ("a corrected p below the one before", "records/t_tests",

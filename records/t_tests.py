@@ -74,9 +74,14 @@ def different(a: list[float], b: list[float]) -> Difference:
     return t_test(mean(b) - mean(a), *welch(sigma(a), len(a), sigma(b), len(b)))
 
 
+def differences_of_pairs(a: list[float], b: list[float]) -> list[float]:
+    """b − a, to ten digits: logs print four, and where all pairs differ alike, the rest is rounding, no spread."""
+    return [round(after - before, 10) for before, after in zip(a, b, strict=True)]
+
+
 def paired(a: list[float], b: list[float]) -> Difference:
     """mean(b − a), by the paired t-test: value i of each belong together."""
-    differences = [after - before for before, after in zip(a, b, strict=True)]
+    differences = differences_of_pairs(a, b)
     if not sigma(differences) > 0:
         return Difference(mean(differences))
     return t_test(mean(differences), sigma(differences) / math.sqrt(len(a)), len(a) - 1)
@@ -203,7 +208,7 @@ def new_set_different(a: list[float], b: list[float]) -> Needed | None:
 
 def new_set_paired(a: list[float], b: list[float]) -> Needed | None:
     """The same for pairs."""
-    differences = [after - before for before, after in zip(a, b, strict=True)]
+    differences = differences_of_pairs(a, b)
     spread, n = sigma(differences), len(differences)
     if n < LEAST_RUNS or not spread > 0 or mean(differences) == 0:
         return None
