@@ -105,7 +105,7 @@ class Log:
         if not self.quiet:
             self.file.close()
         if self.unwritten:
-            self.show(f"{self.path} lacks its last {len(self.unwritten)} bytes:\n{self.unwritten.decode()}")
+            self.show(f"{self.path} lacks its last {len(self.unwritten)} bytes:\n{self.unwritten.decode(errors='replace')}")
 
 
 def step_line(step: int, total: int, seconds: float, val_loss: float | None = None) -> str:

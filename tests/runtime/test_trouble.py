@@ -106,6 +106,21 @@ def test_lines_that_never_found_room_are_shown_at_the_end(shards, tmp_path, monk
     assert re.search(r"run.txt lacks its last \d+ bytes:\nstep:8/8 train_time.*\nstep:8/8 val_loss:.*\npeak memory", printed)
 
 
+def test_a_disk_that_takes_a_part_of_a_character_is_no_traceback(tmp_path, capsys):
+    class OneByte(FullDisk):
+        room = 1
+
+        def write(self, data: bytes) -> int:
+            self.room -= 1
+            return 1 if self.room == 0 else super().write(data)
+
+    written = log.Log(Ranks(0, 1, torch.device("cpu")), tmp_path / "run.txt", "header")
+    written.file = OneByte(written.file)
+    written.write("⟫ text")
+    written.close()
+    assert "run.txt lacks its last 8 bytes:\n\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} text" in capsys.readouterr().out
+
+
 def test_too_little_room_for_checkpoints_is_an_error_before_training(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
     arguments = options(shards, tmp_path, save_every=3, keep_checkpoints=2)
