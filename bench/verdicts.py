@@ -148,8 +148,9 @@ def table(header: str, rows: list[tuple[str, str, str]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comparisons", type=int, default=2000)
-    count = parser.parse_args(argv).comparisons
+    parser.add_argument("--comparisons", type=int, default=2000, help="of each table, 1 or more (%(default)s)")
+    if (count := parser.parse_args(argv).comparisons) < 1:
+        parser.error(f"--comparisons={count}: must be 1 or more")
     print(table("wrong where nothing differs", errors(count) + looking_again(count)))
     print(table("right where something differs", powers(count) + numbers(count)))
     print(table("Welch's test says p < 0.01 of equal means", unequal(count)))

@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> None:
             options.sigma = None if options.time else SIGMA
         if not options.sigma or not options.sigma > 0 or not options.difference > 0:
             raise InputError("the difference and σ must be above 0; of times, logs or --sigma must tell σ")
+        if not all(1e-100 < number < 1e100 for number in (options.difference, options.sigma)):
+            raise InputError("the difference and σ must be numbers that can be squared, from 1e-100 to 1e100")
     except (InputError, OSError) as error:
         raise SystemExit(f"plan.py: error: {error}") from None
     except ModuleNotFoundError as error:

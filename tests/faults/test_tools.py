@@ -261,6 +261,21 @@ def test_a_target_that_is_no_number_is_refused(tmp_path, text, capsys):
         assert error.value.code == 2 and "argument --target: invalid finite value" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["1e300"], ["0.1", "--sigma=1e300"], ["1e-300"], ["0.1", "--sigma=0"], ["-1"]])
+def test_a_plan_of_numbers_that_cannot_be_squared_is_refused(arguments):
+    done = command("plan.py", *(["--", *arguments] if arguments == ["-1"] else arguments), text=True)
+    assert done.returncode == 1 and done.stderr.startswith("plan.py: error: the difference and σ must be ") and not done.stdout
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/proc/kmsg"])
+@pytest.mark.parametrize("name, more", [("compare.py", []), ("extract.py", ["out"]), ("plan.py", [])])
+def test_what_never_ends_or_makes_its_reader_wait_is_no_log(tmp_path, path, name, more):
+    arguments = ["0.1", path] if name == "plan.py" else [path, *more]
+    done = command(name, *arguments, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1 and f"{name}: error: {path}" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 GOOD = {"description": '"x"', "date": '"2026-01-01"', "contributors": '["Ann"]', "track": '"t"', "target": "3.28"}
 
 
