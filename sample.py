@@ -22,7 +22,7 @@ import torch
 
 from data.encodings import decode, encode
 from data.loader import first_documents
-from launch.console import guard_console, printable
+from launch.console import guard_console, printable, until_reader_leaves
 from runtime import checkpoints
 from runtime.ranks import Ranks
 from triton_kernels import softcap
@@ -129,7 +129,8 @@ def main(argv: list[str] | None = None) -> None:
         text = sample(trainer, args.checkpoint, args.prompt, args.tokens, args.temperature, args.nucleus, args.log_dir)
         guard_console()
         sys.stdout.reconfigure(errors="replace")
-        print(printable(f"{args.prompt}⟫{text}"), flush=True)
+        with until_reader_leaves():
+            print(printable(f"{args.prompt}⟫{text}"))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (ValueError, OSError) as error:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from data.shards import whole_file
 from launch.console import RunError, tell
-from runtime.ranks import Ranks
 
 
 def steps_of(text: str) -> range:
@@ -32,8 +30,10 @@ class Tracer:
     "wait reduce", "update", the same of "gather"; "step". Times: events on a GPU, elsewhere seconds of a monotonic clock.
     """
 
-    def __init__(self, text: str, ranks: Ranks):
-        self.steps, self.ranks, self.rows, self.on_gpu = steps_of(text), ranks, [], ranks.device.type == "cuda"
+    def __init__(self, text: str, run: Any):
+        """text: see steps_of. run: with ranks, folder, and at_stop, which all ranks call when a signal ends the run early."""
+        self.steps, self.ranks, self.rows, self.on_gpu = steps_of(text), run.ranks, [], run.ranks.device.type == "cuda"
+        self.path, run.at_stop = run.folder.with_name(f"{run.folder.name}.trace.json"), lambda: self.write(self.gather())
         if self.steps:  # what sees a collective end while the step goes on: a stream; threads, as gloo does not tell
             self.aside = torch.cuda.Stream() if self.on_gpu else ThreadPoolExecutor(32)
         if self.steps and not self.on_gpu:
@@ -100,14 +100,14 @@ class Tracer:
         found = {"format": "bankrun trace 1", "device": self.ranks.device.type}
         return found | {"ranks": self.ranks.gather({"clock": clock, "rows": rows})}
 
-    def write(self, path: Path, found: dict[str, Any]) -> None:
+    def write(self, found: dict[str, Any]) -> None:
         """What was gathered, into a file, by the first rank; without a traced step what is there stays. Raises RunError."""
         if not found or not self.ranks.first:
             return
         if not any(rank["rows"] for rank in found["ranks"]):
             return tell(f"no trace: this run made no step of --trace_steps={self.steps.start}:{self.steps.stop}")
         try:
-            with whole_file(path) as file:
+            with whole_file(self.path) as file:
                 file.write(json.dumps(found).encode())
         except OSError as error:
-            raise RunError(f"{path}: {error.strerror}: the run is through, its trace is lost") from error
+            raise RunError(f"{self.path}: {error.strerror}: the trace is lost") from error

@@ -1303,7 +1303,7 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
     """One run, from the first weights or a checkpoint to the log's last line. Raises RunError. Timed is the
     loop, but for run.paused: data, forward, backward, reductions, updates, gathers, step lines."""
     with Run(replace(h), ranks, signals or Signals(), SOURCES) as run:
-        manager, tracer = prepare(run), Tracer(h.trace_steps, ranks)
+        manager, tracer = prepare(run), Tracer(h.trace_steps, run)
         opened = functools.partial(micro_batches, h, ranks, training=True, first_step=run.first_step)
         batches = run.ahead(opened, h.micro_batches // ranks.world_size, h.total_iterations - run.first_step)
         run.start_clock()
@@ -1325,7 +1325,7 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
         batches.close()
         trace = tracer.gather()
         run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)
-        tracer.write(run.folder.with_name(f"{run.folder.name}.trace.json"), trace)
+        tracer.write(trace)
 
 
 def main(argv: list[str] | None = None) -> None:

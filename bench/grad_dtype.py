@@ -6,6 +6,7 @@ A bf16 model of the demo's topology, 8 micro-batches a step shared by gloo ranks
 Prints a markdown table: the final validation loss of each run, and the bytes that a rank sends in a step.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 from bench.communication import expected_calls, markdown, model_parameters
 from bench.settings import trainer_settings
+from data.shards import number_between
 from train_gpt import param_table
 
 SETTINGS = dict(
@@ -34,16 +36,23 @@ def final_loss(options: list[str], ranks: int) -> float:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "train_gpt.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *launch, *options, f"--log_dir={folder}", "--run_id=run"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+        if code := subprocess.run(command, stdout=subprocess.DEVNULL, env=environment).returncode:
+            raise SystemExit(f"grad_dtype.py: error: a run ended with code {code}: {' '.join(command)}")
         log = (Path(folder) / "run.txt").read_text(encoding="utf-8")
     return float(re.findall(r"^step:\d+/\d+ val_loss:(\d+\.\d+)", log, re.MULTILINE)[-1])
 
 
 def main() -> None:
-    given = dict(option.removeprefix("--").split("=", 1) for option in sys.argv[1:])
-    seeds, ranks = int(given.pop("seeds", 3)), int(given.pop("ranks", 2))
-    options = [f"--{name}={value}" for name, value in {**SETTINGS, **given}.items()]
-    rows = []
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--seeds", type=number_between(1, 1000), default=3, help="runs of each kind (%(default)s)")
+    parser.add_argument("--ranks", type=number_between(1, 1000), default=2, help="of a run (%(default)s)")
+    args, given = parser.parse_known_args()
+    seeds, ranks, rows = args.seeds, args.ranks, []
+    options = [*(f"--{name}={value}" for name, value in SETTINGS.items()), *given]  # of two, the later counts
+    try:
+        trainer_settings(options).check(ranks)
+    except ValueError as error:
+        raise SystemExit(f"grad_dtype.py: error: {error}") from None
     for grad_dtype in ("param", "float32"):
         how = f"--grad_dtype={grad_dtype}"
         losses = []

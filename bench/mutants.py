@@ -254,6 +254,13 @@ CHANGES = {  # by file: what, tests, old, new
          "if path in CHECKED and digest_of(tokens) != CHECKED[path]:", "if path in CHECKED and not len(tokens):"),
     ),
     "data/shards.py": (
+        ("a user's file goes with the lock", "faults/running::test_a_users_file_in_place_of_the_lock_stays",
+         " and not found.st_size", ""),
+        ("any address is the hub's", "data/downloads::test_a_variable_that_cannot_be_meant_is_named_at_once",
+         'parts.scheme in ("http", "https") and', "True and"),
+        ("a folder that cannot be written serves nobody",
+         "data/local_text::test_what_is_ready_serves_where_nothing_can_be_written",
+         "if error.errno not in (", "if error.errno in ("),
         ("an empty shard is whole", "data/shards", "elif count < 1:", "elif count < 0:"),
         ("a shard may be longer than it says", "data/shards", "elif size != expected:", "elif size < expected:"),
         ("a token one beyond the vocabulary", "data/shards runtime/bad_input", ">= vocab_size:", "> vocab_size:"),
@@ -272,6 +279,8 @@ CHANGES = {  # by file: what, tests, old, new
          'stream.reconfigure(errors="backslashreplace")', "pass"),
     ),
     "launch/console.py": (
+        ("an empty text is a value", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
+         "        if not given:\n", "        if None:\n"),
         ("what an encoding lacks closes the console", "faults/running::test_what_a_console_cannot_show_is_replaced",
          '.encode(encoding, "replace")', ".encode(encoding)"),
         ("what a console lacks is not told", "faults/running::test_a_console_that_stops_does_not_stop_a_run_and_says_what_it_lacks",
@@ -284,6 +293,8 @@ CHANGES = {  # by file: what, tests, old, new
          'numbers(there) < numbers(oldest or "0")', 'there < (oldest or "0")'),
     ),
     "launch/signals.py": (
+        ("a run's lock outlives a signal", "faults/running::test_a_signal_before_the_first_step_leaves_no_lock",
+         "        self.before_end()\n", "        pass\n"),
         ("ranks outlive their launcher", "faults/running::test_a_process_ends_with_its_launcher_but_not_with_a_shell",
          "elif os.getppid() != self.launcher:", "elif not os.getppid():"),
         ("a second signal is not heard", "runtime/signals::test_a_second_signal_ends_at_once_whatever_the_process_waits_for",
@@ -307,6 +318,10 @@ CHANGES = {  # by file: what, tests, old, new
          "{self.path, *python_files(ROOT)}", "{self.path}"),
     ),
     "launch/start.py": (
+        ("a control group of version 1 has no end", "faults/start::test_the_memory_of_a_control_group_is_all_that_is_free",
+         ', ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),', ","),
+        ("a script that trains nothing ends well", "faults/start::test_a_script_that_would_train_nothing_is_refused",
+         ' or b"__main__" not in path.read_bytes()', ""),
         ("no rank is a number of ranks", "faults/start", "int(text) > 0)", "int(text) >= 0)"),
         ("one rank's memory is all that is needed", "faults/start", "    if need > free:", "    if each > free:"),
         ("more ranks than share the work evenly", "faults/start",
@@ -364,8 +379,6 @@ CHANGES = {  # by file: what, tests, old, new
          "for x in {**first, **found} if", "for x in found if"),
     ),
     "runtime/run.py": (
-        ("a user's file goes with the lock", "faults/running::test_a_users_file_in_place_of_the_lock_stays",
-         " and not found.st_size", ""),
         ("the clock runs during validation", "runtime/run",
          "        self._write_pending()\n        self.clock.stop()\n", "        self._write_pending()\n"),
         ("a loss that is not finite goes on", "runtime/trouble",
@@ -595,7 +608,7 @@ def run(mutants: list[Mutant], jobs: int = 1, baseline: bool = True, tell: Calla
 def known(results: Path | None) -> dict[Mutant, str]:
     """The tests that noticed changes in earlier calls; a change that none noticed is tried again."""
     found = {}
-    for number, line in enumerate(results.read_text().splitlines() if results and results.exists() else [], 1):
+    for number, line in enumerate(results.read_text().splitlines() if results and results.is_file() else [], 1):
         try:
             mutant, test = json.loads(line)
             found[Mutant(*mutant)] = test

@@ -11,6 +11,7 @@ search takes the trainer's options too (--grad_dtype=float32). What it prints ar
 
 import argparse
 import json
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from bench.schedule_model import (
 )  # fmt: skip
 from bench.schedule_search import WORTH, Found, Problem, Together, descend, search
 from bench.settings import trainer_settings
+from data.shards import number_between, read_regular
+from launch.console import until_reader_leaves
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
 
 SHOWN = 0.01  # of a step: shorter exposures are summed up
@@ -142,7 +145,7 @@ def show_step(args: argparse.Namespace) -> None:
     """A step in a file: {"operations": [{"name", "lane", "seconds", "after", "bytes"}]} and, if need be, "compute_slowdown",
     "communication_slowdown" and "channels"."""
     try:
-        found = json.loads(args.step.read_text())
+        found = json.loads(read_regular(args.step))
         operations = [Operation(**{**row, "after": tuple(row.get("after", ()))}) for row in found["operations"]]
         slowdown = Interference(*(float(found.get(f"{lane}_slowdown", 0)) for lane in ("compute", "communication")))
         channels = int(found.get("channels", 1))
@@ -316,7 +319,7 @@ def search_file(path: Path) -> None:
     """Another optimizer's labels: {"tasks": {label: {"reduce", "update", "gather" …}}}, in seconds; its orders as "scatter" and
     "work", if any; "compute_slowdown", "communication_slowdown"."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_regular(path))
         tasks = {label: Task(**row) for label, row in found["tasks"].items()}
         start = Orders(*(tuple(found.get(order, tasks)) for order in ("scatter", "work")))
         slowdown = Interference(*(float(found.get(f"{lane}_slowdown", 0)) for lane in ("compute", "communication")))
@@ -364,15 +367,22 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def link_rate(text: str) -> float:
+    """argparse type: Gb/s, 0 or more."""
+    if not 0 <= (rate := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be 0 or more, and finite")
+    return rate
+
+
 def main(argv: list[str] | None = None) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
+    raw, positive = argparse.RawDescriptionHelpFormatter, number_between(1, 10**6)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     shown = commands.add_parser("show", help="explain a trace")
     shown.add_argument("trace", type=Path)
     searched = commands.add_parser("search", help="search the best orders on a machine", allow_abbrev=False)
     searched.add_argument("--machine", default="8xh100", help="of bench/machines, or a path (%(default)s)")
-    searched.add_argument("--ranks", type=int, help="one node's by default")
+    searched.add_argument("--ranks", type=positive, help="one node's by default")
     searched.add_argument("--scale", type=numbers, help="numbers of ranks, by comma: how the step grows")
     searched.add_argument("--tasks", type=Path, help="a file with the labels of another optimizer")
     stepped = commands.add_parser("simulate", help="explain a step in a file")
@@ -382,19 +392,20 @@ def main(argv: list[str] | None = None) -> None:
         command.add_argument("--chrome", type=Path, help="where to write the spans, for chrome://tracing or ui.perfetto.dev")
     validated = commands.add_parser("validate", help="predict gloo's steps")
     validated.add_argument("--ranks", type=numbers, default=[2, 4, 8], help="by comma (2,4,8)")
-    validated.add_argument("--orders", type=int, default=14, help="to predict, beside those of the fit (%(default)s)")
-    validated.add_argument("--repetitions", type=int, default=5, help="of each, of which the least counts (%(default)s)")
+    validated.add_argument("--orders", type=positive, default=14, help="to predict, beside those of the fit (%(default)s)")
+    validated.add_argument("--repetitions", type=positive, default=5, help="of each, of which the least counts (%(default)s)")
     link = "Gb/s of a loopback of two ranks' own, more for more ranks, as root; 0: the machine's (%(default)s)"
-    validated.add_argument("--link", type=float, default=0.0, help=link)
+    validated.add_argument("--link", type=link_rate, default=0.0, help=link)
     validated.add_argument("--arithmetic", action="store_true", help="real updates, in place of as much sleep")
     args, options = parser.parse_known_args(argv)
     if options and args.command != "search":
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     try:
-        if args.command == "search":
-            search_orders(args, options)
-        else:
-            {"show": show, "simulate": show_step, "validate": validate}[args.command](args)
+        with until_reader_leaves():
+            if args.command == "search":
+                search_orders(args, options)
+            else:
+                {"show": show, "simulate": show_step, "validate": validate}[args.command](args)
     except (ModelError, OSError) as error:
         raise SystemExit(f"order.py: error: {error}") from None
 

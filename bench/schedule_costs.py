@@ -15,6 +15,7 @@ import torch
 
 from bench.communication import Parameter, model_parameters, padded_bytes, polar_express_flops, rows_of, sent
 from bench.schedule_model import Forward, Interference, ModelError, Task
+from data.shards import read_regular
 from train_gpt import POLAR_EXPRESS_COEFFICIENTS, Hyperparameters, NorMuon, ParamConfig, param_table
 
 MACHINES = Path(__file__).resolve().parent / "machines"
@@ -64,7 +65,7 @@ def read_machine(name: str) -> Machine:
     path = Path(name) if name.endswith(".json") else MACHINES / f"{name}.json"
     known = ", ".join(sorted(path.stem for path in MACHINES.glob("*.json")))
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_regular(path))
         values = {field: float(found[field]["value"]) for field in Machine._fields[1:]}
         unsourced = [field for field in Machine._fields[1:] if not found[field]["source"]]
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from bench.communication import sent
 from bench.schedule_model import ModelError, Operation, Orders, Span, Task, operations_of
+from data.shards import read_regular
 
 FORMAT = "bankrun trace 1"
 CHANNELS = {"cuda": 1, "cpu": 2}  # collectives in service at a time: NCCL's stream; gloo's two workers
@@ -62,7 +63,7 @@ def kind_of(labels: Iterable[str]) -> str:
 def read_trace(path: Path) -> list[TracedStep]:
     """The steps of a trace, in their order. Raises ModelError for a file that is none, or that is not whole."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_regular(path))
         if found["format"] != FORMAT:
             raise KeyError
         ranks = [[Row(*row) for row in rank["rows"]] for rank in found["ranks"]]

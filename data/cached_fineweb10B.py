@@ -21,16 +21,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.shards import (
-    DataError, HelpFormatter, ShardError, check_plain, locked, named, number_between, one_line, one_line_errors, read_json,
-    shard_name, verify_shard, write_json,
+    DataError, HelpFormatter, ShardError, check_plain, hub_fault, locked, named, number_between, one_line, one_line_errors,
+    read_json, shard_name, verify_shard, write_json,
 )
+
+if fault := hub_fault():  # before its library is imported
+    sys.exit(f"{Path(sys.argv[0]).name}: error: {fault}")
+
+from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
@@ -206,8 +210,10 @@ def main() -> None:
             raise DataError(f"{args.output} holds shards of fineweb.py (progress.json): choose another --output")
         tokens, known = 0, load_known(args.output / "fetched.json")
         for name in names:
+            before = known.get(name)
             tokens += fetch_shard(name, args.output, known)
-            write_json(args.output / "fetched.json", known)
+            if known[name] != before:
+                write_json(args.output / "fetched.json", known)
         remove_fetched(args.output / "arriving", names)
         print(f"{args.output}: {len(names)} shards, {tokens:,} tokens, all whole")
 

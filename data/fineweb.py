@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
-from huggingface_hub import HfApi
 from pyarrow.parquet import ParquetFile
 from tqdm import tqdm
 
@@ -35,6 +34,7 @@ from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
     shard_name, verify_shard, write_json,
 )
+from huggingface_hub import HfApi  # after cached_fineweb10B.py has looked at its variables
 
 REPO = "HuggingFaceFW/fineweb"
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
-    open_lock, read_json, shard_name, verify_shard, without_readers, write_json,
+    open_lock_if_writable, read_json, shard_name, verify_shard, without_readers, write_json,
 )
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -257,7 +257,8 @@ def main() -> None:
         if unreadable:
             print(f"local_text.py: {complaint(unreadable)}", file=sys.stderr)
         with locked(args.output):
-            open_lock(args.output / READERS).close()  # for runs to hold
+            if file := open_lock_if_writable(args.output / READERS):  # for runs to hold
+                file.close()
             wanted = recipe(args, files)
             manifest = load_manifest(args.output)
             if manifest and is_present(args.output, manifest, wanted):

@@ -11,6 +11,7 @@ here is written under another name first.
 """
 
 import argparse
+import contextlib
 import errno
 import fcntl
 import json
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -239,6 +241,15 @@ def check_plain(path: Path) -> bool:
     return True
 
 
+def read_regular(path: Path) -> bytes:
+    """A regular file. Raises OSError for a device or a FIFO, which may never end; one of /proc, which may wait, is empty."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", f"{path}")
+        return file.read(found.st_size)
+
+
 def sync_folder(folder: Path) -> None:
     """Puts the names in `folder` on disk: a rename outlives a power cut only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -270,6 +281,21 @@ def write_json(path: Path, content: Any) -> None:
 # What the tools share
 
 
+def hub_fault() -> str:
+    """What is wrong with the environment's variables for the Hugging Face hub; nothing if all is well. Its library reads them
+    as it is imported, and then asks five times for what is no address."""
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        if (text := os.environ.get(name, "")) and not (text.isascii() and text.isdigit()):
+            return f"{name}={text!a} in the environment: must be a whole number of seconds, or unset"
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    return "" if good else f"HF_ENDPOINT={endpoint!a} in the environment: must be an address, as https://HOST, or unset"
+
+
 def open_lock(path: Path) -> BinaryIO:
     """The file at path, made if need be, to be locked: no link is followed, no FIFO waited for. Raises OSError."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666))
@@ -291,14 +317,32 @@ def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
         file.close()  # its holder has just ended, and deleted it
 
 
+def open_lock_if_writable(path: Path) -> BinaryIO | None:
+    """The same, or None where this process may not write: what is ready there serves, and what would be made says why not."""
+    try:
+        return open_lock(path)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        return None
+
+
+def unlock_run(file: BinaryIO) -> None:
+    """Close what lock_run gave, and delete the file if it is still that one, under this lock, and empty: not a user's own."""
+    with file, contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(file.name), found := os.fstat(file.fileno())) and not found.st_size:
+            os.unlink(file.name)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes `folder` and keeps other tools out of it for the length of the block. Waits, with a message, for one inside."""
     folder.mkdir(parents=True, exist_ok=True)
     check_plain(folder / ".lock")
-    with open_lock(folder / ".lock") as file:
+    with open_lock_if_writable(folder / ".lock") or contextlib.nullcontext() as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"{folder}: waiting for another process that is writing here", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -8,6 +8,7 @@ import select
 import stat
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -39,6 +40,17 @@ class OptionParser(argparse.ArgumentParser):
             hint = f" (did you mean {' and '.join(dict.fromkeys(near))}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found
+
+
+def not_empty(meaning: str) -> Callable[[str], str]:
+    """An argparse type: a text; --resume=$FILE without a FILE would begin anew."""
+
+    def text(given: str) -> str:
+        if not given:
+            raise argparse.ArgumentTypeError(f"is empty: leave the option out, or give a value ({meaning})")
+        return given
+
+    return text
 
 
 def guard_console() -> None:
@@ -110,6 +122,16 @@ def _put(number: int, data: bytes, seconds: float) -> bytes:
             time.sleep(0.01)
             seconds -= 0.01
     return data
+
+
+@contextlib.contextmanager
+def until_reader_leaves() -> Iterator[None]:
+    """For what a tool prints, which may be more than its reader wants: `| head` is no fault, a full disk is one."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the interpreter to write
 
 
 def encoded(text: str) -> bytes:

@@ -5,6 +5,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Self
 
 import torch.distributed as dist
@@ -28,6 +29,7 @@ class Signals:
 
     def __init__(self):
         self.received, self.agreed = 0, 0  # a signal's number, one of STOPS; 0: none
+        self.before_end: Callable = lambda: None  # called before a signal ends this process at once
         self.in_training, self.has_peers, parent = False, False, os.getppid()
         self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
         launched = self.launched or "TORCHELASTIC_RUN_ID" in os.environ
@@ -84,14 +86,18 @@ class Signals:
                 continue
             if self.received or not self.in_training:
                 why = f"{name}: ended at once; a launcher sends SIGTERM to all ranks when one of them has died"
-                leave("" if self.launched else why, 128 + number)
+                self._end("" if self.launched else why, 128 + number)
             self.received = number
             if not self.launched:
                 tell(f"{name}: ends after this step; a second one ends it at once")
             if self.has_peers:
                 threading.Thread(target=self._give_up, args=(number,), daemon=True).start()
 
+    def _end(self, why: str, code: int) -> None:
+        self.before_end()
+        leave(why, code)
+
     def _give_up(self, number: int) -> None:
         time.sleep(STOP_TIMEOUT)
         if self.in_training:
-            leave(f"the step did not end within {STOP_TIMEOUT:.0f} s: another rank has died or hangs", 128 + number)
+            self._end(f"the step did not end within {STOP_TIMEOUT:.0f} s: another rank has died or hangs", 128 + number)

@@ -27,6 +27,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import traceback
@@ -47,6 +48,10 @@ PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, runtime/ra
 # Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
 # the demo's peaks of 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13, two cores.
 RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
+SIZES = "--model_dim, --bigram_rows, --vocab_size or the batches"  # what a model's memory goes by
+CGROUP_MEMORY = (  # limit and use, version 2, then 1
+    ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)  # fmt: skip
 WHEELS = "https://download.pytorch.org/whl"  # PyTorch's own index; its FlashAttention 3 is flash-attn-3, imported by this name:
 FLASH_ATTENTION = "flash_attn_interface"
 
@@ -199,6 +204,8 @@ def load(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (ValueError, OSError, subprocess.CalledProcessError):  # which are messages where this file's own code raises them
         raise SystemExit(traceback.format_exc().rstrip()) from None
+    if not callable(getattr(module, "main", None)) or b"__main__" not in path.read_bytes():
+        raise LaunchError(f'{path} has no main() that it calls if __name__ == "__main__": begin with a copy of train_gpt.py', 1)
     gpus = torch.cuda.device_count()
     devices = ", ".join({torch.cuda.get_device_properties(i).name for i in range(gpus)}) if gpus else "no GPU"
     python = f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}"
@@ -231,6 +238,9 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         make_data(MAKERS["data/fineweb10B" if gpus else "data/local"], options)
         return asked or usual_ranks(gpus, 8), options
     s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
+    check_cache("TORCHINDUCTOR_CACHE_DIR")
+    if gpus:
+        check_cache("TRITON_CACHE_DIR")
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
     if not is_given("data", options):
@@ -245,6 +255,18 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
     bring_flash_attention()
     return ranks, options
+
+
+def check_cache(name: str) -> None:
+    """Raise LaunchError if a variable names a folder of compiled code that cannot be one."""
+    if folder := os.environ.get(name):
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            fault = f"{name}={folder}: no folder that can be written, {error.strerror}"
+            raise LaunchError(f"{fault}: name another, or unset the variable", 1) from None
 
 
 def usual_ranks(gpus: int, micro_batches: int) -> int:
@@ -355,21 +377,22 @@ def check_memory(ranks: int, each: int) -> None:
     """Raise LaunchError for more ranks than memory holds, of so many bytes each."""
     need, free = ranks * each, free_memory()
     if need > free:
-        gib = [f"{x / 2**30:.1f} GiB" for x in (need, free)]
-        raise LaunchError(f"{ranks} ranks need about {gib[0]} of memory, {gib[1]} are free: start fewer, as RANKS=1", 1)
+        fewer = each <= free
+        who, advice = (f"{ranks} ranks need", "start fewer, as RANKS=1") if fewer else ("a rank needs", f"lower {SIZES}")
+        gib = [f"{x / 2**30:,.1f} GiB" for x in (need if fewer else each, free)]
+        raise LaunchError(f"{who} about {gib[0]} of memory, {gib[1]} are free: {advice}", 1)
 
 
-def free_memory() -> int:
+def free_memory(root: Path = Path("/")) -> int:
     """Bytes that new processes can have: of the machine, or of the control group that limits this one; no end without /proc."""
-    if not Path("/proc/meminfo").exists():
+    if not (root / "proc/meminfo").exists():
         return 1 << 62
-    available = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        return available if limit == "max" else min(available, int(limit) - int(used))
-    except (OSError, ValueError):
-        return available
+    free = int(re.search(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())[1]) << 10
+    for files in CGROUP_MEMORY:
+        with contextlib.suppress(OSError, ValueError):  # another version's; "max", no limit
+            limit, used = (int((root / "sys/fs/cgroup" / file).read_text()) for file in files)
+            free = min(free, limit - used)
+    return free
 
 
 # -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, get_type_hints
 
-from launch.console import OptionParser
+from launch.console import OptionParser, not_empty
 
 # Settings that say what is written, and where: they do not make another run.
 OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "trace_steps"})
@@ -52,7 +52,8 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
         others = "".join(f"; {name}: {changes[field.name]}" for name, changes in presets.items() if field.name in changes)
         meaning = f"{field.metadata['meaning']} ({field.default!r}{others})".replace("%", "%%")
         kind = get_type_hints(settings)[field.name]
-        how = dict(type=boolean if kind is bool else kind, metavar=kind.__name__.upper())
+        taken = {bool: boolean, str: str if "empty:" in meaning else not_empty(field.metadata["meaning"])}
+        how = dict(type=taken.get(kind, kind), metavar=kind.__name__.upper())
         parser.add_argument(f"--{field.name}", **how, default=argparse.SUPPRESS, help=meaning)
     given = vars(parser.parse_args(argv))
     return settings(**{**presets[given.pop("preset")], **given})

@@ -4,7 +4,6 @@ import atexit
 import dataclasses
 import gc
 import math
-import os
 import signal
 import time
 import uuid
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import FetchedAhead
-from data.shards import lock_run
+from data.shards import lock_run, unlock_run
 from launch.console import RunError, Stopped, encoded, tell
 from launch.machine import machine_facts, peak_memory
 from launch.signals import FAULT, Signals
@@ -43,17 +42,16 @@ class Run:
         self.first_step, self.total = 0, settings.total_iterations
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.pending: StepReport | None = None  # on a GPU, of a step that is launched and not yet through
-        self.faults, self.unsaved, self.lock = [], "", None  # data that fail on this rank; a save that failed, on the first
+        self.faults, self.unsaved, self.locks = [], "", []  # data that fail on this rank; on the first: a failed save, the lock
+        self.at_stop: Callable = lambda: None  # called by all ranks once they have agreed to stop
 
     def __enter__(self) -> Self:
+        self.signals.before_end = self.__exit__
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.lock:
-            with suppress(OSError):
-                if os.path.samestat(os.stat(self.lock.name), found := os.fstat(self.lock.fileno())) and not found.st_size:
-                    os.unlink(self.lock.name)  # a user's own file, which is not empty, stays
-            self.lock.close()
+        with suppress(IndexError):  # a signal that ends this process is here too, in another thread: one of both has the lock
+            unlock_run(self.locks.pop())
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
         """Check that all ranks do the same, the checkpoint to resume, the room for new ones; open the log. Raises AgreedError.
@@ -71,7 +69,7 @@ class Run:
         ranks.check_same({"the checkpoint": f"{path} at step {self.first_step}"})
         s.run_id = s.run_id or run_id
         self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
-        self.lock = ranks.on_all(*(lock_run, Path(s.log_dir, f"{s.run_id}.lock"), tell) if ranks.first else (str,))
+        ranks.on_all(lambda: ranks.first and self.locks.append(lock_run(Path(s.log_dir, f"{s.run_id}.lock"), tell)))
         ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path) if ranks.first else (str,))
         room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves)
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
@@ -210,6 +208,7 @@ class Run:
         message = f"stopped by {name} after step:{step}/{self.total}: {kept}{''.join(faults[:1])}"
         self.log.write(message, console=True)
         self.log.close()
+        self.at_stop()
         self.ranks.raise_together(RunError(message) if agreed == FAULT else None)
         raise Stopped(message, 128 + agreed)
 
@@ -234,7 +233,9 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
 
     s = dataclasses.replace(settings, **{name: False for name in ("compile", "fp8_head") if hasattr(settings, name)})
     data = script.check_shards(s)
-    place = torch.device("meta" if torch.cuda.is_available() else "cpu")  # on a CPU, meta's import takes longer than to build
+    dim, *sizes = (getattr(s, x, 0) for x in ("model_dim", "bigram_rows", "vocab_size", "max_tokens"))
+    large = torch.cuda.is_available() or dim * max(256 * dim, *sizes) > 1 << 24  # numbers: no memory holds every size
+    place = torch.device("meta" if large else "cpu")  # meta's import takes longer than to build what is small
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with place:

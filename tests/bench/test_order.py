@@ -4,6 +4,8 @@ import itertools
 import json
 import random
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,6 +253,9 @@ def test_show_prints_the_table_the_reasons_and_the_orders_to_try(tmp_path: Path,
         (["show", "{file}"], r"is no trace: give the file"),
         (["simulate", "{file}"], r"is no step: .*: write"),
         (["search", "--tasks={file}"], r"has no tasks: "),
+        (["show", "/dev/zero"], r"/dev/zero: not a regular file: give the file"),
+        (["simulate", "/dev/zero"], r"/dev/zero: not a regular file: give a file"),
+        (["search", "--tasks=/dev/zero"], r"/dev/zero: not a regular file: give a file"),
         (["search", "--machine=nine"], r"--machine=nine: .*: use .*8xh100"),
         (["search", "--scale=8,12"], r"--scale: 12 ranks do not fill nodes of 8: use a multiple"),
     ],
@@ -260,6 +265,28 @@ def test_bad_input_ends_with_one_line(arguments: list[str], message: str, tmp_pa
     with pytest.raises(SystemExit) as exit_:
         order.main([argument.format(file=tmp_path / "file") for argument in arguments])
     assert re.search(message, str(exit_.value)) and "\n" not in str(exit_.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["order.py search --ranks=0", "order.py search --ranks=-2", "order.py validate --repetitions=0",
+     "order.py validate --link=nan", "grad_dtype.py foo", "grad_dtype.py --seeds=0", "grad_dtype.py --ranks=some",
+     "grad_dtype.py --lr=3",
+     "verdicts.py --comparisons=0"],
+)  # fmt: skip
+def test_options_that_cannot_be_meant_end_with_a_message(command: str) -> None:
+    script, *arguments = command.split()
+    done = subprocess.run([sys.executable, ROOT / "bench" / script, *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and done.stdout == "" and ": error: " in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "tasks.json").write_text(json.dumps({"tasks": {"a": {"reduce": 1, "update": 1}}}))
+    line = f"{sys.executable} {ROOT}/bench/order.py search --tasks={tmp_path}/tasks.json"
+    for redirection, code in (("| true", 0), ("> /dev/full", 1)):
+        command = ["bash", "-o", "pipefail", "-c", f"{line} {redirection}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == code and "Traceback" not in done.stderr and bool(done.stderr) == bool(code), done
 
 
 def test_other_optimizers_steps_can_be_put_in(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -326,13 +353,18 @@ def test_two_ranks_are_traced_from_end_to_end(run_ranks, shards: Path, capsys: p
     assert "## NorMuon alone: step" in out and "## with Adam, tied: step 3" in out and "Critical path:" in out
 
 
+def run_of(folder: Path, device: str = "cpu") -> SimpleNamespace:
+    """What a Tracer needs of a run."""
+    return SimpleNamespace(ranks=Ranks(0, 1, torch.device(device)), folder=folder)
+
+
 def test_an_untraced_step_finds_the_optimizer_untouched() -> None:
     class Untouched:
         """Raises AttributeError for whatever is looked at or set."""
 
         __slots__ = ()
 
-    tracer = Tracer("3:5", Ranks(0, 1, torch.device("cpu")))
+    tracer = Tracer("3:5", run_of(Path("run")))
     with tracer.traced(2, Untouched()), tracer.traced(5, Untouched()):
         pass
     assert tracer.rows == [] and list(steps_of("3:5")) == [3, 4] and not steps_of("")
@@ -362,15 +394,15 @@ def test_on_a_gpu_events_stand_for_times_and_a_stream_aside_sees_collectives_end
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
     for name, stand_in in {"Stream": object, "stream": lambda _: nullcontext(), "synchronize": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    tracer, optimizer = Tracer("5:6", Ranks(0, 1, torch.device("cuda"))), Optimizer()
+    tracer, optimizer = Tracer("5:6", run_of(tmp_path / "run", "cuda")), Optimizer()
     with tracer.traced(5, optimizer):
         optimizer._launch_reduction("a")[1].wait()
         optimizer._update("a", None)
         optimizer._launch_gather("a").wait()
-    tracer.write(tmp_path / "trace.json", tracer.gather())
+    tracer.write(tracer.gather())
     assert waits == ["a"] * 4 and vars(optimizer) == {}
-    (step,) = traces.read_trace(tmp_path / "trace.json")
-    found = json.loads((tmp_path / "trace.json").read_text())
+    (step,) = traces.read_trace(tmp_path / "run.trace.json")
+    found = json.loads((tmp_path / "run.trace.json").read_text())
     rows = {phase: (start, end, size) for _, _, phase, start, end, size in found["ranks"][0]["rows"]}
     # ticks: 0 the step, 1–2 launch, 3–4 the reduction, 5–6 its wait, 7–8 update, 9–10 launch, 11–12 gather, 13–14 wait, 15 end;
     # seconds from the first row's start, tick 1
@@ -381,12 +413,12 @@ def test_on_a_gpu_events_stand_for_times_and_a_stream_aside_sees_collectives_end
 def test_a_run_that_makes_no_traced_step_leaves_the_trace_of_one_that_did(tmp_path: Path, capsys) -> None:
     """As a finished run that is resumed."""
     (tmp_path / "run.trace.json").write_text("{}")
-    tracer = Tracer("2:5", Ranks(0, 1, torch.device("cpu")))
-    tracer.write(tmp_path / "run.trace.json", tracer.gather())
+    tracer = Tracer("2:5", run_of(tmp_path / "run"))
+    tracer.write(tracer.gather())
     assert (tmp_path / "run.trace.json").read_text() == "{}" and len([*tmp_path.iterdir()]) == 1
     assert "no trace: this run made no step of --trace_steps=2:5" in capsys.readouterr().err
-    with pytest.raises(RunError, match="x.json: No such file or directory: the run is through, its trace is lost"):
-        tracer.write(tmp_path / "none" / "x.json", {"ranks": [{"rows": [1]}]})
+    with pytest.raises(RunError, match="none/run.trace.json: No such file or directory: the trace is lost"):
+        Tracer("2:5", run_of(tmp_path / "none" / "run")).write({"ranks": [{"rows": [1]}]})
 
 
 @pytest.mark.parametrize("text", ["1:" + "9" * 5000, "3", "5:3", "3:3", "a:b", ":4", "-1:4", "3:", "1:2:3"])

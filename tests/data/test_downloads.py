@@ -161,6 +161,21 @@ def run(script: str, hub: Hub, folder: Path, *options: str) -> tuple[int, str, s
     return process.returncode, out, err
 
 
+@pytest.mark.parametrize("script", ["cached_fineweb10B.py", "fineweb.py"])
+@pytest.mark.parametrize(
+    "name, value",
+    [("HF_ENDPOINT", value) for value in ("foo", "http://[", "", "ftp://x", "https://", "http://h:port")]
+    + [("HF_HUB_ETAG_TIMEOUT", "abc"), ("HF_HUB_DOWNLOAD_TIMEOUT", "1.5")],
+)
+def test_a_variable_that_cannot_be_meant_is_named_at_once(tmp_path: Path, script: str, name: str, value: str) -> None:
+    """Not a traceback of the library's, nor five attempts."""
+    command = [sys.executable, str(FOLDER / script), "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
+    assert done.stderr.startswith(f"{script}: error: {name}={value!a} in the environment: must be ")
+    assert done.stderr.count("\n") == 1
+
+
 def shards_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
 

@@ -1,5 +1,6 @@
 """Shards of local text: nothing lost, nothing too long, the same everywhere, and only made when they have to be."""
 
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import local_text
+from data import local_text, shards
 from data.local_text import DOCUMENT_BYTES, cut, split
 from data.shards import DataError, hold_shards, read_shard
 
@@ -169,6 +170,23 @@ def test_finished_work_is_not_done_again(
     report = capsys.readouterr().out
     assert "is up to date" in report and report.count("\n") == 1
     assert states == {path: path.stat().st_mtime_ns for path in states}
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_what_is_ready_serves_where_nothing_can_be_written(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, number: int
+) -> None:
+    """As in a project that is mounted for reading; what would have to be made is named."""
+
+    def refuse(path: Path) -> None:
+        raise OSError(number, os.strerror(number), f"{path}")
+
+    make(monkeypatch, library, tmp_path / "out")
+    monkeypatch.setattr(shards, "open_lock", refuse)
+    make(monkeypatch, library, tmp_path / "out")
+    assert "is up to date" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=f"error: .*{os.strerror(number)}: .*out/.readers"):
+        make(monkeypatch, library, tmp_path / "out", "--shard_tokens=7")
 
 
 def change_letter(path: Path) -> None:

@@ -327,6 +327,25 @@ def test_sources_may_hold_lines_that_look_like_a_logs(good, shards, tmp_path, no
             main(options(shards, tmp_path, resume=path))
         text = (tmp_path / "logs" / "run.txt").read_text()
         assert text.startswith(f"{tricky}{sources}\n{RULE}\n{environment}\nresumed at step 3 from ")
-        assert text.count("\nresumed at step 3 from ") == 2
+        assert text.count("\nresumed at step 3 from ") == 1
         lines = text.removeprefix(f"{tricky}{sources}\n{RULE}\n").split(f"\n{RULE}\n")[1]
         assert re.findall(r"step:(\d)/8 train", lines) == [*"12345678"] and "more" not in lines
+
+
+def test_the_header_tells_of_the_courses_whose_lines_are_there(good, shards, tmp_path, no_warm_up):
+    """A run that went on from step 3 with changed source, from there again, then from step 6, and from step 3 as it began."""
+    shutil.copytree(good, tmp_path / "logs")
+    log, saves = tmp_path / "logs" / "run.txt", tmp_path / "logs" / "run"
+    more = dict(save_every=1, keep_checkpoints=9)
+    resume = lambda step: main(options(shards, tmp_path, resume=saves / f"step_{step:06d}.pt", **more))
+    notes = lambda: re.findall(r"^resumed at step (\d) from .*, with (changed|the same) source", log.read_text(), re.M)
+    changed = {**train_gpt.SOURCES.contents, train_gpt.SOURCES.path: b"x = 1\n"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.SOURCES, "contents", changed)
+        for _ in range(2):
+            resume(3)
+            assert notes() == [("3", "changed")]
+        resume(6)
+        assert notes() == [("3", "changed"), ("6", "the same")]
+    resume(3)
+    assert notes() == [("3", "the same")]

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -298,6 +299,23 @@ def test_a_users_file_in_place_of_the_lock_stays(shards, tmp_path, no_warm_up):
     (tmp_path / "logs" / "run.lock").write_text("mine")
     main(options(shards, tmp_path))
     assert (tmp_path / "logs" / "run.lock").read_text() == "mine"
+
+
+@pytest.mark.parametrize("mine", ["", "mine"], ids=["", "a user's file"])
+def test_a_signal_before_the_first_step_leaves_no_lock(shards, tmp_path, monkeypatch, mine):
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)))
+    (tmp_path / "logs").mkdir()
+    if mine:
+        (tmp_path / "logs" / "run.lock").write_text(mine)
+    assert exit_code(forked(lambda: main(options(shards, tmp_path)), tmp_path / "output")) == 143
+    assert text_of(tmp_path / "logs" / "run.lock") == mine and (tmp_path / "logs" / "run.lock").exists() == bool(mine)
+
+
+def test_a_signal_leaves_what_was_traced(shards, tmp_path, monkeypatch, no_warm_up):
+    at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert exit_code(forked(lambda: main(options(shards, tmp_path, trace_steps="1:6")), tmp_path / "output")) == 143
+    (rank,) = json.loads((tmp_path / "logs" / "run.trace.json").read_text())["ranks"]
+    assert {row[0] for row in rank["rows"]} in ({1, 2, 3}, {1, 2, 3, 4})
 
 
 def test_of_two_that_resume_at_once_one_goes_on(shards, tmp_path, no_warm_up):

@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,12 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: name a file, or train without --resume", 1),
     "escape sequences": ("--resume=x\x1b[2J", {}, r"x\\x1b\[2J: cannot be read: No such file", 1),
     "no folder for the log": ("--log_dir=/dev/null", {}, "/dev/null", 1),
+    "an empty checkpoint": ("--resume=", {}, r"argument --resume: is empty: leave the option out, or give a value \(check", 2),
+    "an empty folder of data": ("--data=", {}, r"argument --data: is empty: leave the option out, or give a value \(folder", 2),
+    "an empty folder of logs": ("--log_dir=", {}, r"argument --log_dir: is empty: leave the option out, or give a value", 2),
+    "compiled code in no folder": (
+        "", {"TORCHINDUCTOR_CACHE_DIR": "/dev/null"},
+        "TORCHINDUCTOR_CACHE_DIR=/dev/null: no folder that can be written, File exists: name another, or unset", 1),
     "no ranks": ("", {"RANKS": "0"}, "RANKS=0: must be a whole number from 1 on", 2),
     "fewer than no ranks": ("", {"RANKS": "-1"}, "RANKS=-1: must be a whole number from 1 on", 2),
     "ranks by name": ("", {"RANKS": "abc"}, "RANKS=abc: must be a whole number from 1 on", 2),
@@ -112,6 +119,36 @@ def test_more_ranks_than_memory_holds_are_refused(start, shards, tmp_path, monke
     assert re.search(r"error: 2 ranks need about 1.\d GiB of memory, 0.9 GiB are free: start fewer, as RANKS=1$", lines[-1])
     monkeypatch.setattr(launcher, "free_memory", lambda: 8 << 30)
     assert start(*options(shards, tmp_path))[2]
+
+
+@pytest.mark.parametrize("size", ["--bigram_rows=100000000", "--model_dim=65536 --num_heads=2048 --head_dim=32"])
+def test_a_model_that_memory_does_not_hold_is_refused_unbuilt(start, shards, tmp_path, monkeypatch, size):
+    """It was built to be looked at, and the check was killed."""
+    monkeypatch.setattr(launcher, "free_memory", lambda: 8 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code, lines, started = start(*options(shards, tmp_path), *size.split())
+    said = r"error: a rank needs about [\d,]+\.\d GiB of memory, 8.0 GiB are free: lower --model_dim, --bigram_rows"
+    assert (code, started) == (1, ()) and re.search(said, lines[-1]), lines
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
+LIMITS = {  # files below /sys/fs/cgroup, GiB that are free of the machine's 16
+    "none": ({}, 16),
+    "version 2": ({"memory.max": f"{8 << 30}\n", "memory.current": f"{3 << 30}\n"}, 5),
+    "version 2, without one": ({"memory.max": "max\n", "memory.current": f"{3 << 30}\n"}, 16),
+    "version 1": ({"memory/memory.limit_in_bytes": f"{8 << 30}\n", "memory/memory.usage_in_bytes": f"{2 << 30}\n"}, 6),
+    "version 1, without": ({"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory/memory.usage_in_bytes": "1\n"}, 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_the_memory_of_a_control_group_is_all_that_is_free(tmp_path, case):
+    files, gib = LIMITS[case]
+    all_files = {"proc/meminfo": f"MemAvailable:   {16 << 20} kB\n", **{f"sys/fs/cgroup/{name}": files[name] for name in files}}
+    for name, text in all_files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert launcher.free_memory(tmp_path) == gib << 30
 
 
 def test_more_ranks_than_gpus_are_refused(start, shards, tmp_path, monkeypatch):
@@ -287,6 +324,9 @@ from train_gpt import Hyperparameters as Before, PRESETS, build, check_shards
 @dataclass
 class Hyperparameters(Before):
     warmth: int = setting(3, "of the idea")
+
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -322,14 +362,26 @@ def test_so_does_one_that_the_check_meets(start, shards, tmp_path, bug):
     script.write_text(f"{IDEA}\nimport torch\ndef build(h, ranks):\n    {bug}\n")
     code, lines, started = start(script, *options(shards, tmp_path))
     assert (code, started) == (1, ()) and lines[1] == "Traceback (most recent call last):"
-    assert f'  File "{script}", line 13, in build' in lines and lines[-1].startswith("ValueError: ")
+    assert f'  File "{script}", line 16, in build' in lines and lines[-1].startswith("ValueError: ")
     script.write_text(f"{IDEA}\ndef build(h, ranks):\n    raise ValueError('too warm')\n")
     assert start(script, *options(shards, tmp_path))[1][1:] == ["warm.py: error: too warm"]
 
 
+MAIN = "def main():\n    pass\n\nif __name__ == '__main__':\n    main()\n"
+
+
+@pytest.mark.parametrize("source", ["", "x = 1\n", MAIN.replace("main", "train"), MAIN.partition("if")[0]])
+def test_a_script_that_would_train_nothing_is_refused(start, tmp_path, source):
+    """It ended with code 0 and no word."""
+    (tmp_path / "idea.py").write_text(source.replace("__train__", "__main__"))
+    code, lines, started = start(tmp_path / "idea.py")
+    said = 'has no main() that it calls if __name__ == "__main__": begin with a copy of train_gpt.py'
+    assert (code, started) == (1, ()) and lines == [f"idea.py: error: {tmp_path / 'idea.py'} {said}"]
+
+
 def test_a_script_without_settings_is_started_unchecked(start, tmp_path):
     script = tmp_path / "other.py"
-    script.write_text("x = 1\n")
+    script.write_text(MAIN)
     assert start(script, "--data=x", "--any")[2] == (2, [PYTHON, "-u", f"{script}", "--data=x", "--any"])
 
 

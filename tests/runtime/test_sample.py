@@ -1,6 +1,8 @@
 """Text from a checkpoint: by sample.py, with the weights that were saved."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -103,6 +105,14 @@ def test_a_prompt_that_fills_the_model_is_refused_and_a_text_that_would_is_said_
     sample.main(command)
     err = capsys.readouterr().err
     assert err == ("sample.py: writes 1 tokens, not 2: the model takes 384 in all\n" if length == 382 else "")
+
+
+def test_a_reader_that_has_enough_is_no_fault(logs):
+    line = f"{sys.executable} {ROOT / 'sample.py'} {logs / 'run' / 'step_000008.pt'} abc --tokens=2 --script={SCRIPT}"
+    for redirection, code in (("| true", 0), (">&-", 0), ("> /dev/full", 1)):
+        command = ["bash", "-o", "pipefail", "-c", f"{line} {redirection}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == code and "Traceback" not in done.stderr and bool(done.stderr) == bool(code), done
 
 
 def test_what_a_model_writes_cannot_move_a_cursor(logs, shards, tmp_path, monkeypatch, capsys, no_warm_up):
