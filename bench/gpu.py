@@ -100,7 +100,6 @@ class Bench:
 
 def environment(bench: Bench) -> tuple[str, dict]:
     import torch
-    import triton
 
     import triton_kernels as tk
     from attention import flash_attention
@@ -109,7 +108,7 @@ def environment(bench: Bench) -> tuple[str, dict]:
         "Python": sys.version.split()[0],
         "PyTorch": torch.__version__,
         "CUDA": torch.version.cuda,
-        "Triton": triton.__version__,
+        "Triton": getattr(sys.modules.get("triton"), "__version__", "none"),
     }
     if not bench.dry:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]

@@ -4,8 +4,10 @@
 """
 
 import datetime
+import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +33,8 @@ from sample import load_script
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / os.environ.get("SCRIPT", "train_gpt.py")
 train_gpt = sys.modules.get("train_gpt") or load_script(SCRIPT, "train_gpt")
+
+HAS_TRITON = sys.modules.get("triton", ...) is not None and importlib.util.find_spec("triton") is not None
 
 # Unit roundoffs: the largest relative error of rounding to nearest, half a unit in the last place.
 U64, U32, U16 = 2.0**-53, 2.0**-24, 2.0**-8  # fp64, fp32, bf16
@@ -188,6 +192,20 @@ def lines_of(log: Path) -> str:
     """A log's lines after its header, without times and memory."""
     lines = log.read_text().split("=" * 100 + "\n")[2]
     return re.sub(r"(train_time:|step_avg:|resident: )\S+", r"\1", lines)
+
+
+# Copies of the project
+
+
+def copy_project(root: Path) -> Path:
+    """The project as users have it, at root; without Triton its requirements ask for none, as where it has no wheel."""
+    for name in ("launch", "runtime", "data"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.bin", "local", "fineweb*"))
+    for path in (*ROOT.glob("*.py"), ROOT / "run.sh"):
+        shutil.copy(path, root)
+    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
+    (root / "requirements.txt").write_text("".join(x for x in lines if HAS_TRITON or not x.startswith("triton==")))
+    return root
 
 
 # Processes

@@ -414,7 +414,6 @@ def record_steps(rank: int, world_size: int) -> dict:
     Matrices are orthogonalised one by one, each alike: two of each shape are enough for a test, the others stay as they are. So is
     a fifth of the bigram table.
     """
-    torch.set_num_threads(2)
     torch.manual_seed(0)
     polar_express, orthogonal = train_gpt.polar_express, Counter()
 

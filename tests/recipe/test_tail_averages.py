@@ -15,7 +15,7 @@ from common import (
     TOLERANCE64, U16, U32, add_gradients, ends_with, lines_of, normal, options, short_schedule, tiny_gpt, tiny_settings,
     unequal,
 )  # fmt: skip
-from quick_runs import no_warm_up, one_thread  # noqa: F401
+from quick_runs import no_warm_up  # noqa: F401
 from runtime.checkpoints import read_checkpoint
 from runtime.ranks import Ranks
 from tail_averages import TAIL_TABLE, Tail, TailAverages, initial_averages

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from common import ROOT, SCRIPT, lines_of, options, unequal
+from common import HAS_TRITON, ROOT, SCRIPT, copy_project, lines_of, options, unequal
 from launch import sources as launch_sources
 from runtime.checkpoints import read_checkpoint
 from runtime.log import log_header
@@ -26,11 +26,7 @@ END = "step_000008.pt"
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """The project as users have it, with an idea in a folder of its own that has its own kernels; its parent is no part."""
-    root = tmp_path_factory.mktemp("place") / "project"
-    for name in ("launch", "runtime", "data"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.bin", "local", "fineweb*"))
-    for path in (*ROOT.glob("*.py"), ROOT / "run.sh", ROOT / "requirements.txt"):
-        shutil.copy(path, root)
+    root = copy_project(tmp_path_factory.mktemp("place") / "project")
     shutil.copy(SCRIPT, root / "train_gpt.py")
     write_idea(root / "ideas", "idea.py", "my_kernels")
     return root
@@ -83,7 +79,7 @@ def test_the_log_holds_every_file_that_was_imported(idea, project):
     data = {"data/__init__.py", "data/encodings.py", "data/loader.py", "data/shards.py"}
     launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "signals", "sources")}
     others = {"ideas/idea.py", "ideas/my_kernels.py", *(path.name for path in ROOT.glob("*.py"))}
-    others -= {"train_gpt.py", "no_triton.py"}  # the one is the idea, the other where Triton is not
+    others -= {"train_gpt.py", *["no_triton.py"] * HAS_TRITON}  # the one is the idea, the other where Triton is not
     assert {*found} == others | launch | data | runtime
     assert next(iter(found)) == "ideas/idea.py" and list(found)[1:] == sorted(found.keys() - {"ideas/idea.py"})
     assert {name: (project / name).read_bytes() for name in found} == found
