@@ -74,10 +74,18 @@ def read_trace(path: Path) -> list[TracedStep]:
         raise ModelError(f"{path} is no trace: give the file that a run with --trace_steps=A:B wrote") from None
     if not ranks or not all(ranks):
         raise ModelError(f"{path} holds no step: trace steps that the run makes, --trace_steps=A:B with A below the last one")
-    ranks = aligned(ranks, clocks)
-    numbers = sorted({row.step for row in ranks[0]})
-    of_step = lambda number: [[row for row in rows if row.step == number] for rows in ranks]
-    return [traced_step(number, of_step(number), channels) for number in numbers]
+    try:
+        ranks = aligned(ranks, clocks)
+        numbers = sorted({row.step for row in ranks[0]})
+        of_step = lambda number: [[row for row in rows if row.step == number] for rows in ranks]
+        steps = [traced_step(number, of_step(number), channels) for number in numbers]
+        if not all(step.tasks for step in steps):
+            raise ValueError
+        return steps
+    except (ArithmeticError, LookupError, StopIteration, TypeError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} is no whole trace: give the file that a run with --trace_steps=A:B wrote") from None
 
 
 def aligned(ranks: list[list[Row]], clocks: list[str]) -> list[list[Row]]:

@@ -353,7 +353,7 @@ def hold_shards(folder: Path) -> BinaryIO | None:
     """Keeps tools from replacing the shards of `folder` until what this returns is closed, or the process ends. None where no
     tool has left the file for it, or a file system has no locks."""
     try:
-        file = open(folder / READERS, "rb")
+        file = open(os.open(folder / READERS, os.O_RDONLY | os.O_NONBLOCK), "rb")  # not waiting, if it is a FIFO
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return file
     except OSError:

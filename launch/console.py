@@ -110,7 +110,7 @@ def _may_stop(file: TextIO) -> int | None:
 
 
 def _put(number: int, data: bytes, seconds: float) -> bytes:
-    """Write what is taken while the stream does not stop for so long; the rest. A pipe that is ready takes 512 bytes at once."""
+    """Write what is taken while the stream does not stop for so long; the rest. A pipe that is ready takes 512 bytes."""
     ready = select.poll()
     ready.register(number, select.POLLOUT)
     while data and ready.poll(1000 * seconds):

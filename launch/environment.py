@@ -151,6 +151,13 @@ def alone(root):
         yield
 
 
+def is_environment(folder):
+    """Or nothing that anybody would miss: then it may be emptied, as where its Python has gone. A link leads elsewhere."""
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        return False
+    return os.path.isfile(os.path.join(folder, "pyvenv.cfg")) or not any(names for _, _, names in os.walk(folder))
+
+
 def fill(folder, files, lacks):
     """The interpreter of the environment in folder, which has what the files ask for. lacks: what the active one does not."""
     begun = time.time()
@@ -159,6 +166,9 @@ def fill(folder, files, lacks):
     if there == []:
         return python
     if there is None:
+        if os.path.lexists(folder) and not is_environment(folder):
+            why = "{} lacks {}, and {} is no environment of Python: move it away"
+            fail(why.format(sys.executable, ", ".join(lacks), folder))
         tell("{} lacks {}: making .venv".format(sys.executable, ", ".join(lacks)))
         run_quietly([new_python(), "-m", "venv", "--clear", folder], "making .venv")
         there = missing_there(python, files)

@@ -14,6 +14,7 @@ from launch.console import RunError, guard_console, leave, tell
 
 LAUNCHER = "BANKRUN_LAUNCHER"  # in the environment of start.py's ranks: it tells of signals and dead ranks, once for all
 STOP_TIMEOUT = 25.0  # seconds for all ranks to obey a signal, less than a launcher's 30
+ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: a service manager's to all, and a launcher's copy
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAULT = -1  # beside their numbers: data that fail
 STOPS = (*SIGNALS, FAULT)  # reasons to stop after the step
@@ -23,12 +24,12 @@ class Signals:
     """SIGTERM, SIGHUP and Ctrl-C, heard in a thread: the main one may be waiting for a rank that has gone.
 
     While `in_training`, the first one is only `received`: all ranks obey once they have `agreed`, at the end of a step. A
-    second one, or one at another time, ends the process at once, with code 128 + signal. A launcher that is gone is a SIGTERM;
-    a shell that started the process by hand may go.
+    second one, which the same within ONE_SIGNAL is not, or one at another time, ends the process at once, code 128 + signal.
+    A launcher that is gone is a SIGTERM; a shell that started the process by hand may go.
     """
 
     def __init__(self):
-        self.received, self.agreed = 0, 0  # a signal's number, one of STOPS; 0: none
+        self.received, self.agreed, self.heard_at = 0, 0, 0.0  # a signal's number, one of STOPS; 0: none
         self.before_end: Callable = lambda: None  # called before a signal ends this process at once
         self.in_training, self.has_peers, parent = False, False, os.getppid()
         self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
@@ -84,10 +85,12 @@ class Signals:
                 number, name, self.launcher = signal.SIGTERM, "the launcher is gone", None
             else:
                 continue
+            if number == self.received and time.monotonic() < self.heard_at + ONE_SIGNAL:
+                continue
             if self.received or not self.in_training:
                 why = f"{name}: ended at once; a launcher sends SIGTERM to all ranks when one of them has died"
                 self._end("" if self.launched else why, 128 + number)
-            self.received = number
+            self.received, self.heard_at = number, time.monotonic()
             if not self.launched:
                 tell(f"{name}: ends after this step; a second one ends it at once")
             if self.has_peers:

@@ -1,11 +1,13 @@
-"""The project's sources as they were when the process began, and which of them it has imported: what a log holds."""
+"""The project's sources as they were when the process began, and which of them it imports: what a log holds."""
 
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)(?:[ \t]+import[ \t]+([\w \t,]+))?", re.M)
 LIBRARIES = {Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")}
 
 
@@ -24,14 +26,33 @@ class Sources:
                     raise
         self.script = self._name(self.path)  # its path in the project, or its file's name
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
+        self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
 
     def imported(self) -> dict[str, str]:
-        """{path in the project: text, line breaks as they are} of the script, then of all that is imported by now."""
+        """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported."""
         files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
         self.paths |= {file: self._ours(file) for file in files - self.paths.keys()}
-        ours = sorted(path for file in files if (path := self.paths[file]))
-        self.contents |= {path: path.read_bytes() for path in ours if path not in self.contents}
-        return {self._name(path): self.contents[path].decode(errors="replace") for path in dict.fromkeys((self.path, *ours))}
+        ours, more = set(), {self.path, *filter(None, map(self.paths.get, files))}
+        while more:
+            self.contents |= {path: path.read_bytes() for path in more - self.contents.keys()}
+            self.named |= {path: self._named_in(path) for path in more - self.named.keys()}
+            ours, more = ours | more, set().union(*map(self.named.get, more)) - ours - more
+        first = dict.fromkeys((self.path, *sorted(ours)))
+        return {self._name(path): self.contents[path].decode(errors="replace") for path in first}
+
+    def _named_in(self, path: Path) -> set[Path]:
+        """Our files that a file's import statements name, also within functions: those are imported once a step calls them."""
+        folders = {self.path.parent, ROOT}
+        here = {name.partition(".")[0] for folder in folders for name in os.listdir(folder)}
+        names = set()
+        for modules, members in IMPORT.findall(self.contents[path].decode(errors="replace")):
+            for module in re.findall(r"\w[\w.]*", modules):
+                if module.partition(".")[0] in here:
+                    names |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", members))}
+        parts = {tuple(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
+        files = (Path(folder, *part) for folder in folders for part in parts)
+        found = (x for file in files for x in (file.with_suffix(".py"), file / "__init__.py") if os.access(x, os.R_OK))
+        return {*filter(None, (self._ours(f"{x}") for x in found))}
 
     def _ours(self, file: str) -> Path | None:
         path = Path(file).resolve()

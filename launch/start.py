@@ -24,6 +24,7 @@ import dataclasses
 import fcntl
 import importlib.util
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -44,9 +45,11 @@ IMPORTED = {  # by every script
     "triton_kernels",
 }  # fmt: skip
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: GNU timeout's to its child, then to its group
+LEAST_FILES = 64  # that a process may have open: 40 were enough for one rank on a CPU
 PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, runtime/ranks.py
 # Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
-# the demo's peaks of 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13, two cores.
+# the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13.
 RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
 SIZES = "--model_dim, --bigram_rows, --vocab_size or the batches"  # what a model's memory goes by
 CGROUP_MEMORY = (  # limit and use, version 2, then 1
@@ -77,6 +80,8 @@ def main(argv: list[str] | None = None) -> None:
         if {"--help", "-h"} & {*options}:
             os.execv(sys.executable, [sys.executable, f"{path}", *options])
         asked = ranks_asked()
+        if 0 <= (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
+            raise LaunchError(f"ulimit -n is {files}: a run may have {LEAST_FILES} files open: raise it", 1)
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
         script = load(path)
         ranks, options = check(script, options, asked)
@@ -190,7 +195,7 @@ def load(path: Path) -> ModuleType:
     """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
     begun = time.monotonic() - process_age()
     try:
-        import numpy, torch  # noqa: F401, I001
+        import numpy, torch  # noqa: E401, F401
 
         if importlib.util.find_spec("triton"):  # it may have no wheel here: no_triton.py
             import triton  # noqa: F401
@@ -204,6 +209,9 @@ def load(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (ValueError, OSError, subprocess.CalledProcessError):  # which are messages where this file's own code raises them
         raise SystemExit(traceback.format_exc().rstrip()) from None
+    except SystemExit as left:  # with its own message, or without a word
+        why = f"{path} ended while it was imported, with code {left.code or 0}: nothing was trained"
+        raise left if isinstance(left.code, str) else LaunchError(why, 1) from None
     if not callable(getattr(module, "main", None)) or b"__main__" not in path.read_bytes():
         raise LaunchError(f'{path} has no main() that it calls if __name__ == "__main__": begin with a copy of train_gpt.py', 1)
     gpus = torch.cuda.device_count()
@@ -406,7 +414,7 @@ class Ranks:
     """
 
     def __init__(self, count: int, command: list[str], name: str):
-        self.name, self.received = name, []
+        self.name, self.received, self.heard = name, [], 0.0
         for number in heeded_signals():
             signal.signal(number, self._receive)
         self.store, port = loopback_store()
@@ -423,8 +431,10 @@ class Ranks:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _receive(self, number: int, _: Any) -> None:
-        if number != signal.SIGHUP or not self.received:  # a terminal that closes may send several
+        again = number in self.received and (number == signal.SIGHUP or time.monotonic() < self.heard + ONE_SIGNAL)
+        if not again:  # a terminal that closes may send several
             self.received.append(number)
+            self.heard = time.monotonic()
 
     def wait(self, pause: float = 0.05) -> int:
         """The exit code: 0, a rank's own, 128 + a signal that was handed on, 1 for a rank that died by another."""
@@ -438,6 +448,8 @@ class Ranks:
                     at_once = "ends all ranks at once"  # SIGQUIT, which they do not handle
                     how = at_once if number == signal.SIGQUIT else f"a step that has begun is finished; a second one {at_once}"
                     tell(self.name, f"{signal.Signals(number).name}: {how}")
+            elif told > 1:  # again: a rank that has just heard the first one takes this for the same
+                self._send(self.received[-1])
             if failed is None and (failed := self._failed()) is not None:
                 self._send(signal.SIGTERM)
                 deadline = time.monotonic() + PATIENCE

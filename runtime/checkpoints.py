@@ -149,8 +149,8 @@ def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def check_room(folder: Path, layout: dict[str, Any], keep: int, saves: int) -> None:
-    """Raise OSError if folder does not take `saves` checkpoints of this layout, `keep` and one in the making at a time."""
+def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, saves: int) -> None:
+    """Raise OSError if folder has no room for `saves` checkpoints of this layout ("partial": a rank), `keep` + 1 at a time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
@@ -159,7 +159,8 @@ def check_room(folder: Path, layout: dict[str, Any], keep: int, saves: int) -> N
         raise OSError(f"{folder}: cannot be written: {error.strerror}: make room, or give another --log_dir") from error
     there, free = len(checkpoints(folder)), shutil.disk_usage(folder).free
     files = max(1, min(keep + 1, there + saves) - there)  # each with its log: 1 MiB
-    if (size := files * (2**20 + sum(x.nbytes for _, x in leaves(layout) if isinstance(x, Tensor)))) > free:
+    each = (x.nbytes * (ranks if name.startswith("partial.") else 1) for name, x in leaves(layout) if isinstance(x, Tensor))
+    if (size := files * (2**20 + sum(each))) > free:
         need = f"{files} checkpoints need {size:,} bytes, {free:,} are free"
         raise OSError(f"{folder}: {need}: make room or lower --keep_checkpoints")
 

@@ -71,7 +71,7 @@ class Run:
         self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
         ranks.on_all(lambda: ranks.first and self.locks.append(lock_run(Path(s.log_dir, f"{s.run_id}.lock"), tell)))
         ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path) if ranks.first else (str,))
-        room = (checkpoints.check_room, self.folder, manager.layout(0), s.keep_checkpoints, saves)
+        room = (checkpoints.check_room, self.folder, manager.layout(1), ranks.world_size, s.keep_checkpoints, saves)
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
@@ -251,7 +251,6 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
         run_id = run_id or saved["run_id"]
     if run_id:
         check_unused(Path(s.log_dir, f"{run_id}.txt"), path)
-    folder, layout = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0)
-    checkpoints.check_room(folder, layout if s.save_every else {}, s.keep_checkpoints, s.total_iterations)
-    tensors = [x for _, x in checkpoints.leaves(layout) if isinstance(x, torch.Tensor)]
-    return sum(x.nbytes for x in tensors) + sum(x.nbytes for x in layout["same"]["parameters"].values())
+    folder, state, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0), manager.layout(1)
+    checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, s.total_iterations)
+    return sum(x.nbytes for y in (state, state["same"]["parameters"]) for _, x in checkpoints.leaves(y) if torch.is_tensor(x))

@@ -233,6 +233,18 @@ def test_a_late_rank_decides_when_a_collective_begins(tmp_path: Path) -> None:
     assert step.rank == 0 and step.skew == 1 and step.spans["a reduce"] == Span(1, 5)
 
 
+@pytest.mark.parametrize("broken", ["no step's row", "a time in words", "a step alone", "labels that are none"])
+def test_a_trace_that_is_not_whole_is_named(tmp_path: Path, broken: str) -> None:
+    rows = made_rows()
+    if broken == "a time in words":
+        rows[0][3] = "soon"
+    if broken == "labels that are none":
+        rows[0][1] = None
+    rows = {"no step's row": rows[:-1], "a step alone": rows[-1:]}.get(broken, rows)
+    with pytest.raises(ModelError, match="made.trace.json is no whole trace: give the file that a run with --trace_steps=A:B"):
+        traces.read_trace(written(tmp_path, rows))
+
+
 def test_show_prints_the_table_the_reasons_and_the_orders_to_try(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
     rows = [row for row in made_rows()]

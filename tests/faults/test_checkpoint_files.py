@@ -190,7 +190,7 @@ def test_room_is_asked_for_the_saves_to_come(shards, tmp_path, monkeypatch, caps
     message = f"/run: {files} checkpoints need"
     if there:  # as a resumed run sees them
         with pytest.raises(OSError, match=message):
-            checkpoints.check_room(tmp_path / "logs" / "run", {}, keep, 8 // every)
+            checkpoints.check_room(tmp_path / "logs" / "run", {}, 1, keep, 8 // every)
     else:
         ends_with(capsys, options(shards, tmp_path, save_every=every, keep_checkpoints=keep), message, code=1)
         assert names(tmp_path / "logs") == ["run"]
@@ -223,7 +223,7 @@ def test_a_resumed_run_does_not_delete_the_checkpoints_of_another(good, shards, 
 def test_the_probe_of_a_folder_touches_no_file_of_the_users(tmp_path):
     for name in ("probe", "probe.tmp"):
         (tmp_path / name).write_text("mine")
-    checkpoints.check_room(tmp_path, {}, 2, 5)
+    checkpoints.check_room(tmp_path, {}, 1, 2, 5)
     assert names(tmp_path) == ["probe", "probe.tmp"] and (tmp_path / "probe").read_text() == "mine"
 
 

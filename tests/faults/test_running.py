@@ -150,6 +150,21 @@ def test_a_signal_ends_a_run_whose_console_has_stopped(shards, tmp_path, stopped
     assert run.wait(60) == 143 and "stopped by SIGTERM after step:" in text_of(tmp_path / "logs" / "run.txt")
 
 
+@pytest.mark.parametrize("ranks_first", [True, False])
+def test_one_signal_to_the_launcher_and_its_ranks_saves(shards, tmp_path, ranks_first):
+    """From a service manager, a scheduler or a container: the launcher hands its own on to ranks that have heard it."""
+    arguments = options(shards, tmp_path, **LONG | dict(save_every=999))
+    command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *arguments]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "RANKS": "2"})
+    wait_until(lambda: "\nstep:2/" in text_of(tmp_path / "logs" / "run.txt"))
+    children = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+    for pid in (*children, run.pid) if ranks_first else (run.pid, *children):
+        os.kill(pid, signal.SIGTERM)
+    assert run.wait(60) == 143 and len(children) == 2
+    last = text_of(tmp_path / "logs" / "run.txt").splitlines()[-1]
+    assert re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint \S+", last), last
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-16"])
 def test_what_a_console_cannot_show_is_replaced(shards, tmp_path, monkeypatch, encoding, no_warm_up):
     """The sample's ⟫, and what the model writes; so in sample.py."""

@@ -165,20 +165,35 @@ def test_ranks_that_nobody_asked_for_share_the_micro_batches(gpus, micro_batches
     assert launcher.usual_ranks(gpus, micro_batches) == ranks
 
 
+def test_a_limit_of_open_files_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher.resource, "getrlimit", lambda _: (14, 4096))
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (1, ()) and lines[-1].endswith("error: ulimit -n is 14: a run may have 64 files open: raise it")
+
+
+@pytest.mark.parametrize("leave, code", [("", 0), ("0", 0), ("3", 3)])
+def test_a_script_that_ends_while_it_is_imported_is_told(start, tmp_path, leave, code):
+    script = tmp_path / "idea.py"
+    script.write_text(f"import sys\nsys.exit({leave})\n")
+    ended, lines, started = start(script)
+    assert (ended, started) == (1, ())
+    assert lines[-1].endswith(f"idea.py ended while it was imported, with code {code}: nothing was trained")
+
+
 def test_too_little_room_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
     code, lines, started = start(*options(shards, tmp_path, save_every=3, keep_checkpoints=4))
     assert (code, started) == (1, ()) and re.search(r"checkpoints need [\d,]+ bytes, 1,000,000 are free: make room", lines[-1])
 
 
-def test_a_checkpoint_needs_room_for_its_log_too(tmp_path, monkeypatch):
+def test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ranks(tmp_path, monkeypatch):
     free = 3 * (400 + (1 << 20))  # two that are kept, one in the making
-    layout, usage = {"state": torch.zeros(100)}, shutil._ntuple_diskusage
+    layout, usage = {"state": torch.zeros(60), "partial": {"a": torch.zeros(20)}}, shutil._ntuple_diskusage  # 2 ranks
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, free))
-    checkpoints.check_room(tmp_path, layout, 2, 5)
+    checkpoints.check_room(tmp_path, layout, 2, 2, 5)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, free - 1))
     with pytest.raises(OSError, match=f"3 checkpoints need {free:,} bytes, {free - 1:,} are free: make room or lower"):
-        checkpoints.check_room(tmp_path, layout, 2, 5)
+        checkpoints.check_room(tmp_path, layout, 2, 2, 5)
 
 
 def test_checkpoints_of_another_run_are_told_before_the_ranks_start(start, shards, tmp_path):
@@ -530,6 +545,7 @@ def test_an_environment_that_does_not_run_is_made_again(made, before, capsys):
     ensure, commands, venv = made
     if before != "nothing":
         (venv / "bin").mkdir(parents=True)
+        (venv / "pyvenv.cfg").touch()
         (venv / "bin" / "python").symlink_to("/nowhere/python3" if before == "its python is gone" else "/etc/hostname")
     assert ensure() == f"{venv / 'bin' / 'python'}"
     assert commands == [["-m", "venv", "--clear"], ["-m", "pip", "install"]]
@@ -538,6 +554,23 @@ def test_an_environment_that_does_not_run_is_made_again(made, before, capsys):
     assert printed.out == "" and told[0] == f"{PYTHON} lacks no_such_package: making .venv"
     assert told[1] == "installing into .venv, which takes minutes the first time: no_such_package"
     assert re.fullmatch(r".venv is ready \(\d+ s\)", told[2])
+
+
+@pytest.mark.parametrize("kind", ["a link to a folder", "a folder of files", "a file", "a link to an environment"])
+def test_what_is_no_environment_is_not_emptied(made, tmp_path, kind):
+    ensure, commands, venv = made
+    place = tmp_path / "elsewhere" if "link" in kind else venv
+    if kind != "a file":
+        (place / "work").mkdir(parents=True)
+        place = place / "work" / "thesis.txt"
+    place.write_text("mine")
+    if "link" in kind:
+        venv.symlink_to(tmp_path / "elsewhere")
+    if kind == "a link to an environment":
+        (venv / "pyvenv.cfg").touch()
+    with pytest.raises(SystemExit, match=f"lacks no_such_package, and {venv} is no environment of Python: move it away"):
+        ensure()
+    assert place.read_text() == "mine" and commands == []
 
 
 def test_two_first_starts_make_one_environment(made, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 import train_gpt
 from common import exit_code, forked, lines_of, options, text_of, wait_until
 from launch import signals
-from launch.signals import Signals
+from launch.signals import ONE_SIGNAL, Signals
 from runtime import checkpoints
 from runtime.checkpoints import read_checkpoint
 from runtime.run import Run
@@ -152,6 +152,22 @@ def test_a_second_signal_ends_at_once_whatever_the_process_waits_for(tmp_path, t
         os.kill(child, signal.SIGINT)
     assert exit_code(child, 5) == (130 if training else 143)
     assert ("SIGINT: ended at once" if training else "SIGTERM: ended at once") in output.read_text()
+
+
+def test_the_same_signal_at_once_is_one_and_later_a_second(tmp_path):
+    """As from a service manager to all processes, and from the launcher, which hands on what it has got."""
+
+    def hang() -> None:
+        with Signals() as signals:
+            signals.in_training = True
+            for pause in (0.0, 0.2, 1.5 * ONE_SIGNAL, 50.0):
+                time.sleep(pause)
+                print(f"{pause} in step", flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(forked(hang, tmp_path / "output"), 20) == 143
+    said = text_of(tmp_path / "output")
+    assert re.findall(r"(\S+) in step", said) == ["0.0", "0.2", f"{1.5 * ONE_SIGNAL}"] and "SIGTERM: ended at once" in said
 
 
 @pytest.mark.parametrize("has_peers, code", [(True, 143), (False, 0)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from common import HAS_TRITON, ROOT, SCRIPT, copy_project, lines_of, options, unequal
+from common import ROOT, SCRIPT, copy_project, lines_of, options, unequal
 from launch import sources as launch_sources
 from runtime.checkpoints import read_checkpoint
 from runtime.log import log_header
@@ -79,7 +79,7 @@ def test_the_log_holds_every_file_that_was_imported(idea, project):
     data = {"data/__init__.py", "data/encodings.py", "data/loader.py", "data/shards.py"}
     launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "signals", "sources")}
     others = {"ideas/idea.py", "ideas/my_kernels.py", *(path.name for path in ROOT.glob("*.py"))}
-    others -= {"train_gpt.py", *["no_triton.py"] * HAS_TRITON}  # the one is the idea, the other where Triton is not
+    others -= {"train_gpt.py"}  # the idea
     assert {*found} == others | launch | data | runtime
     assert next(iter(found)) == "ideas/idea.py" and list(found)[1:] == sorted(found.keys() - {"ideas/idea.py"})
     assert {name: (project / name).read_bytes() for name in found} == found
@@ -226,6 +226,25 @@ def test_a_helper_of_a_script_outside_is_held_as_it_was_first_seen(tree, tmp_pat
     first = sources.imported()
     (mine / "helper.py").write_text("# after\n")
     assert sources.imported() == first == {"script.py": "# script.py\n", "helper.py": "# helper.py\n"}
+
+
+def test_what_a_step_imports_later_is_held_too(tree, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    texts = {
+        "script.py": "import os, first\ndef step():\n    from package.part import f\n    import second as x, torch\n",
+        "first.py": "\n",
+        "second.py": "# import unused\nfrom other import (\n    g)\n",
+        "other.py": "\n",
+        "package/__init__.py": "\n",
+        "package/part.py": "if True:\n\tfrom package import neighbour\n",
+        "package/neighbour.py": "\n",
+        "unused.py": "\n",
+    }
+    for name, text in texts.items():
+        (mine / name).parent.mkdir(exist_ok=True)
+        (mine / name).write_text(text)
+    assert Sources(mine / "script.py").imported() == {name: text for name, text in texts.items() if name != "unused.py"}
 
 
 def test_installed_packages_and_generated_code_are_no_sources(tree, tmp_path, monkeypatch):
