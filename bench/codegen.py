@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import fake_gpu
+from launch.console import ended_by_signals, run_to_end
 
 # -----------------------------------------------------------------------------
 # An H100, as kernels find it: limits that they reach, not those of the data sheet
@@ -518,7 +519,7 @@ def run_child(script: Path, options: argparse.Namespace) -> dict:
         caches = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(paths)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = run_to_end(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if done.returncode or not result.exists():
             raise ScriptError(f"{script}: {_last_error(done.stderr)}")
         return json.loads(result.read_text())
@@ -566,4 +567,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended_by_signals():
+        main()

@@ -18,6 +18,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from launch.console import ended_by_signals, ended_with_block, run_to_end
+
 PHASES = (  # what a line ends, by its beginning
     ("environment, import", r"environment: "),
     ("data", r"data: ready"),
@@ -46,8 +49,10 @@ def phases(lines: list[tuple[float, str]]) -> list[tuple[str, float]]:
 def run(folder: Path, steps: int, environment: dict[str, str]) -> list[tuple[float, str]]:
     begun, lines = time.monotonic(), []
     command = [f"{folder / 'run.sh'}", f"--num_scheduled_iterations={steps}", "--num_extension_iterations=0"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+    started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace")
+    with ended_with_block(started) as process:
         lines += [(time.monotonic() - begun, line) for line in process.stdout]
+        process.communicate()
     if process.returncode:
         raise SystemExit(f"first_minutes.py: error: the run ended with code {process.returncode}")
     return lines
@@ -62,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     path = os.environ["PATH"] if args.fresh else active + os.environ["PATH"]
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
-        subprocess.run(["git", "clone", "--quiet", f"{ROOT}", f"{folder}/bankrun"], check=True)
+        run_to_end(["git", "clone", "--quiet", f"{ROOT}", f"{folder}/bankrun"]).check_returncode()
         rows = [("clone", time.monotonic() - begun)]
         rows += phases(run(Path(folder, "bankrun"), args.steps, {**os.environ, "PATH": path, "RANKS": "2"}))
     print("| phase | s |\n|---|---|")
@@ -71,4 +76,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended_by_signals():
+        main()

@@ -36,6 +36,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from launch.console import ended_by_signals, run_to_end
 
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
 
@@ -84,7 +85,7 @@ class Bench:
             source = Path(paths["stdlib"], "asyncio") if self.dry else paths["purelib"]
             self.folder = self.cache / ("asyncio" if self.dry else "packages")
             command = [sys.executable, ROOT / "data" / "local_text.py", f"--input={source}", f"--output={self.folder}"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            run_to_end(command, stdout=subprocess.DEVNULL).check_returncode()
         return self.folder
 
     def ranks(self) -> int:
@@ -316,7 +317,7 @@ def run(bench: Bench) -> tuple[str, dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={bench.ranks()}"]
     command += [str(ROOT / "train_gpt.py"), "--preset=record", *options]
     environ = {**os.environ, "TORCH_LOGS": "recompiles,graph_breaks", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, timeout=560)
+    done = run_to_end(command, timeout=560, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
     if done.returncode:
         raise SectionError(f"exit code {done.returncode}", f"```\n{done.stdout[-4000:]}\n```", {"output": done.stdout[-20000:]})
     before, _, after = done.stdout.partition("warm-up ")
@@ -568,7 +569,7 @@ def kernel_table(bench: Bench) -> tuple[str, dict]:
     """bench/kernels.py: on a GPU with its measured columns."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "bench" / "kernels.py"), *(["transpose_copy"] if bench.dry else [])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    done = run_to_end(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
     if done.returncode:
         raise SectionError(f"bench/kernels.py ended with {done.returncode}", f"```\n{done.stderr[-3000:]}\n```", {})
     return done.stdout, {"table": done.stdout}
@@ -617,7 +618,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":  # must stand before Triton is imported: begin again
         command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)]
         environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, env=environ).returncode
+        return run_to_end(command, env=environ).returncode
     with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch:
         cache = args.cache or (Path(scratch) if args.dry_run else Path.home() / ".cache" / "bankrun")
         cache.mkdir(parents=True, exist_ok=True)
@@ -652,4 +653,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ended_by_signals():
+        sys.exit(main())

@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT)]
 from bench.communication import expected_calls, markdown, model_parameters
 from bench.settings import trainer_settings
 from data.shards import number_between
+from launch.console import ended_by_signals, run_to_end
 from train_gpt import param_table
 
 SETTINGS = dict(
@@ -36,7 +37,7 @@ def final_loss(options: list[str], ranks: int) -> float:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "train_gpt.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *launch, *options, f"--log_dir={folder}", "--run_id=run"]
-        if code := subprocess.run(command, stdout=subprocess.DEVNULL, env=environment).returncode:
+        if code := run_to_end(command, stdout=subprocess.DEVNULL, env=environment).returncode:
             raise SystemExit(f"grad_dtype.py: error: a run ended with code {code}: {' '.join(command)}")
         log = (Path(folder) / "run.txt").read_text(encoding="utf-8")
     return float(re.findall(r"^step:\d+/\d+ val_loss:(\d+\.\d+)", log, re.MULTILINE)[-1])
@@ -68,4 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended_by_signals():
+        main()

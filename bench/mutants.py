@@ -25,6 +25,9 @@ from queue import Queue
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from launch.console import ended_by_signals
+
 TIMEOUT = 900  # seconds, of one change's tests: of those in one file
 
 
@@ -253,6 +256,16 @@ CHANGES = {  # by file: what, tests, old, new
          "faults/running::test_a_shard_that_fails_ends_the_run_after_the_step_before",
          "if path in CHECKED and digest_of(tokens) != CHECKED[path]:", "if path in CHECKED and not len(tokens):"),
     ),
+    "data/local_text.py": (
+        ("good shards go before new ones are whole", "data/local_text::test_a_full_disk_leaves_the_shards_that_are_there",
+         "    with folder_to_make(args", "    [(args.output / name).unlink() for name in old]\n    with folder_to_make(args"),
+        ("new shards take their places unlisted",
+         "data/local_text::test_a_run_cut_off_at_any_write_is_made_again_by_the_same_command",
+         "dict.fromkeys((*old, *shards), 0)", "dict.fromkeys(old, 0)"),
+        ("what a killed run has left stays in the way",
+         "data/local_text::test_a_run_cut_off_at_any_write_is_made_again_by_the_same_command",
+         "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
+    ),
     "data/shards.py": (
         ("a user's file goes with the lock", "faults/running::test_a_users_file_in_place_of_the_lock_stays",
          " and not found.st_size", ""),
@@ -271,6 +284,8 @@ CHANGES = {  # by file: what, tests, old, new
          "faults/running::test_a_second_process_on_a_run_is_refused_and_a_dead_one_is_not_in_the_way",
          "LOCK_EX | fcntl.LOCK_NB)\n        except BlockingIOError:\n            raise ValueError",
          "LOCK_SH | fcntl.LOCK_NB)\n        except BlockingIOError:\n            raise ValueError"),
+        ("a closed stream ends a tool", "data/local_text::test_a_closed_stream_leads_nowhere",
+         "    guard_console()\n", ""),
         ("shards are replaced under a run", "data/local_text::test_shards_that_a_run_holds_are_not_replaced",
          "LOCK_EX | fcntl.LOCK_NB)\n        except BlockingIOError:\n            raise DataError",
          "LOCK_SH | fcntl.LOCK_NB)\n        except BlockingIOError:\n            raise DataError"),
@@ -279,6 +294,12 @@ CHANGES = {  # by file: what, tests, old, new
          'stream.reconfigure(errors="backslashreplace")', "pass"),
     ),
     "launch/console.py": (
+        ("a launcher is killed, and its ranks go on", "bench/ends",
+         "        process.terminate()\n", "        process.kill()\n"),
+        ("a tool's folders outlive a signal", "bench/ends",
+         "(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if", "(signal.SIGINT, signal.SIGHUP) if"),
+        ("a tool is ended by what nohup ignores", "bench/ends::test_what_nohup_ignores_ends_no_tool",
+         " if signal.getsignal(x) != signal.SIG_IGN]", "]"),
         ("an empty text is a value", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
          "        if not given:\n", "        if None:\n"),
         ("what an encoding lacks closes the console", "faults/running::test_what_a_console_cannot_show_is_replaced",
@@ -286,13 +307,17 @@ CHANGES = {  # by file: what, tests, old, new
         ("what a console lacks is not told", "faults/running::test_a_console_that_stops_does_not_stop_a_run_and_says_what_it_lacks",
          "if lost := _lost.pop(stream, 0):", "if lost := None:"),
         ("a line that was taken in part is lost", "faults/running::test_a_console_that_stops_does_not_stop_a_run_and_says_what_it_lacks",
-         "rest := _put(number, _left[stream], 0)", 'rest := b""'),
+         "            _left[stream] = rest\n", "            _left[stream] = end.encode()\n"),
     ),
     "launch/environment.py": (
+        ("a link to a folder is emptied", "faults/start::test_what_is_no_environment_is_not_emptied",
+         "if os.path.islink(folder) or not", "if not"),
         ("versions are compared as texts", "faults/start",
          'numbers(there) < numbers(oldest or "0")', 'there < (oldest or "0")'),
     ),
     "launch/signals.py": (
+        ("a launcher's copy of a signal is a second one", "runtime/signals::test_the_same_signal_at_once_is_one_and_later_a_second",
+         "if number == self.received and time.monotonic()", "if False and time.monotonic()"),
         ("a run's lock outlives a signal", "faults/running::test_a_signal_before_the_first_step_leaves_no_lock",
          "        self.before_end()\n", "        pass\n"),
         ("ranks outlive their launcher", "faults/running::test_a_process_ends_with_its_launcher_but_not_with_a_shell",
@@ -304,6 +329,12 @@ CHANGES = {  # by file: what, tests, old, new
          "SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)", "SIGNALS = (signal.SIGINT, signal.SIGTERM)"),
     ),
     "launch/sources.py": (
+        ("what a function imports later is not in the log", "runtime/sources::test_what_a_step_imports_later_is_held_too",
+         'IMPORT = re.compile(r"^[ \\t]*(', 'IMPORT = re.compile(r"^('),
+        ("a source that is no UTF-8 is logged as another", "runtime/sources::test_a_source_that_no_log_can_hold_is_named",
+         'errors: str = "strict"', 'errors: str = "replace"'),
+        ("a new run replaces the trace of another", "faults/start::test_a_trace_that_is_there_is_told_before_the_ranks_start",
+         "if not resumed and getattr(", "if resumed and getattr("),
         ("installed packages count as ours", "runtime/sources",
          "return path if beside and not installed and", "return path if beside and"),
         ("a header alone keeps its name", "faults/running::test_a_run_that_ended_before_its_first_line_keeps_no_name",
@@ -318,6 +349,11 @@ CHANGES = {  # by file: what, tests, old, new
          "{self.path, *python_files(ROOT)}", "{self.path}"),
     ),
     "launch/start.py": (
+        ("a script that ends while it is imported ends well",
+         "faults/start::test_a_script_that_ends_while_it_is_imported_is_told",
+         "raise left if isinstance(left.code, str) else", "raise left if left else"),
+        ("a source that no log can hold starts ranks", "faults/start::test_a_source_that_is_not_utf_8_is_refused",
+         "script.SOURCES.imported()", "script.SOURCES"),
         ("a control group of version 1 has no end", "faults/start::test_the_memory_of_a_control_group_is_all_that_is_free",
          ', ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),', ","),
         ("a script that trains nothing ends well", "faults/start::test_a_script_that_would_train_nothing_is_refused",
@@ -340,6 +376,9 @@ CHANGES = {  # by file: what, tests, old, new
          "                fcntl.flock(file, fcntl.LOCK_EX)\n", "                pass\n"),
     ),
     "runtime/checkpoints.py": (
+        ("room for the pending gradients of one rank",
+         "faults/start::test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ranks",
+         '(ranks if name.startswith("partial.") else 1)', "1"),
         ("one checkpoint more is deleted", "runtime/trouble faults/checkpoint_files",
          "[keep - 1 :]:  # first", "[max(0, keep - 2) :]:  # first"),
         ("damage is not looked for", "runtime/bad_input", "if hashlib.sha256(payload).digest() != digest:", "if not digest:"),
@@ -379,6 +418,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for x in {**first, **found} if", "for x in found if"),
     ),
     "runtime/run.py": (
+        ("a source that no log can hold is a bug of a rank's", "runtime/sources::test_so_it_is_by_a_rank_that_torchrun_starts",
+         "ranks.on_all(self.sources.imported)", "self.sources.imported()"),
         ("the clock runs during validation", "runtime/run",
          "        self._write_pending()\n        self.clock.stop()\n", "        self._write_pending()\n"),
         ("a loss that is not finite goes on", "runtime/trouble",
@@ -479,6 +520,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for i in range(-4, 5))", "for i in range(0, 1))"),
     ),
     "records/tool.py": (
+        ("a tool ends with a terminal that nohup leaves", "faults/tools::test_what_nohup_ignores_ends_no_tool",
+         "if signal.getsignal(number) != signal.SIG_IGN:", "if True:"),
         ("escape sequences reach the terminal", "records/compare faults/tools",
          "c if c.isprintable() or c in kept else", 'c if c.isprintable() or c == "\\x1b" or c in kept else'),
     ),
@@ -655,17 +698,9 @@ def main(argv: list[str] | None = None) -> int:
     return int(missed > 0)
 
 
-def interrupt(number: int, _: Any) -> None:
-    raise KeyboardInterrupt(number)
-
-
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # none leaves tests that go on, or copies of the project
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, interrupt)
     try:
-        sys.exit(main())
+        with ended_by_signals():  # none leaves tests that go on, or copies of the project
+            sys.exit(main())
     except (RuntimeError, ValueError, OSError) as error:
         sys.exit(f"bench/mutants.py: {error}")
-    except KeyboardInterrupt as interrupted:
-        sys.exit(128 + interrupted.args[0])

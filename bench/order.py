@@ -27,7 +27,7 @@ from bench.schedule_model import (
 from bench.schedule_search import WORTH, Found, Problem, Together, descend, search
 from bench.settings import trainer_settings
 from data.shards import number_between, read_regular
-from launch.console import until_reader_leaves
+from launch.console import ended_by_signals, until_reader_leaves
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
 
 SHOWN = 0.01  # of a step: shorter exposures are summed up
@@ -411,4 +411,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended_by_signals():
+        main()

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from bench.schedule_costs import read_machine, tasks_of
 from bench.schedule_model import Interference, ModelError, Orders, Task, step_seconds
 from bench.settings import model_of, trainer_settings
+from launch.console import run_to_end
 from runtime.ranks import Ranks, join_ranks
 import train_gpt
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, NorMuonAndAdam, param_table
@@ -178,7 +179,8 @@ def measure(world_size: int, count: int, repetitions: int, gigabits: float, asle
                 raise ModelError(f"--link: {', '.join(missing)} missing: install it (iproute2), or leave --link out")
             shape = f"ip link set lo up && tc qdisc add dev lo root tbf rate {gigabits}gbit burst 256kb latency 200ms"
             command = ["unshare", "--net", "sh", "-c", f'{shape} && exec "$@"', "sh", *command]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = run_to_end(command, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if not output.exists():
             lines = [line for line in done.stderr.splitlines() if "rror" in line] or [done.stderr.strip()]
             raise ModelError(f"{world_size} ranks failed: {lines[0]}" + " (--link needs root)" * bool(gigabits))

@@ -10,15 +10,18 @@ in the order of the hashes, so that every prefix of a shard is a fair sample. Sa
 
 Default encoding: a token a byte, and end-of-text = 256. The text is held in memory.
 
-manifest.json in --output lists the shards, each before it is written. What it lists is replaced and deleted, nothing else.
+manifest.json in --output lists the shards. What it lists is replaced and deleted, nothing else, and only once the new shards
+are all written, in the folder .making beside them: until then the disk needs room for both.
 """
 
 import argparse
 import os
 import re
+import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
@@ -28,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
-    open_lock_if_writable, read_json, shard_name, verify_shard, without_readers, write_json,
+    open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -183,11 +186,23 @@ def is_present(output: Path, manifest: dict, wanted: dict[str, object]) -> bool:
     return manifest["recipe"] == wanted and manifest["shards"] == counts
 
 
+@contextmanager
+def folder_to_make(folder: Path) -> Iterator[Path]:
+    """An empty folder, gone after the block; one that a killed run has left goes first. Raises OSError."""
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
 def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[str, object], old: list[str]) -> dict:
     """Reads `files`, writes the shards and the manifest into `args.output`; returns the manifest. Raises DataError, OSError.
 
-    old: the shards that an earlier run listed; they go first. Until the end the manifest has no recipe: a killed run is never
-    taken for a finished one.
+    old: the shards that an earlier run listed. They stay until the new ones are whole, in a folder of their own; while these
+    take their places the manifest lists both and has no recipe: a killed run is never taken for a finished one.
     """
     encoding = load_encoding(args.encoding)
     texts = [read_text(path) for path in tqdm(files.values(), desc="reading", unit=" files", disable=None)]
@@ -197,26 +212,22 @@ def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[s
         raise DataError(f"{args.input}: no text in {len(files)} file(s), of which {len(files) - readable} are not UTF-8 text")
     splits = dict(zip(("train", "val"), split(documents)))
 
-    path, shards = args.output / "manifest.json", dict.fromkeys(old, 0)
-    write_json(path, {"recipe": None, "shards": shards})
-    for name in old:
+    path, shards = args.output / "manifest.json", {}
+    with folder_to_make(args.output / ".making") as making:
+        with tqdm(total=len(documents), desc="encoding", unit=" documents", disable=None) as bar:
+            for name, members in splits.items():
+                writer = ShardWriter(making, lambda index: shard_name("local", name, index), args.shard_tokens)
+                for document in members:
+                    writer.add(encoding.document(document.decode()))
+                    bar.update()
+                writer.close()
+                shards |= writer.written
+        write_json(path, {"recipe": None, "shards": dict.fromkeys((*old, *shards), 0)})
+        for name in shards:
+            os.replace(making / name, args.output / name)
+    for name in {*old} - {*shards}:
         (args.output / name).unlink(missing_ok=True)
-    shards.clear()
-
-    def listed(name: str) -> str:
-        shards[name] = 0
-        write_json(path, {"recipe": None, "shards": shards})
-        return name
-
-    with tqdm(total=len(documents), desc="encoding", unit=" documents", disable=None) as bar:
-        for name, members in splits.items():
-            named = lambda index: listed(shard_name("local", name, index))  # asked for when the shard is full
-            writer = ShardWriter(args.output, named, args.shard_tokens)
-            for document in members:
-                writer.add(encoding.document(document.decode()))
-                bar.update()
-            writer.close()
-            shards |= writer.written
+    sync_folder(args.output)
     manifest = {"encoding": encoding.name, "vocab_size": encoding.vocab_size, "bos_id": encoding.end_of_text}
     manifest |= {"files": readable, "skipped_files": len(files) - readable, "documents": len(documents)}
     manifest |= {"bytes": sum(map(len, documents)), "shards": shards, "recipe": wanted}

@@ -384,8 +384,11 @@ def one_line(text: object) -> str:
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Ends the program with one line and code 1 on an error the user can mend (DataError, OSError, memory) and on Ctrl-C.
-    What the encoding of a stream lacks, as in a folder's name, is written as an escape."""
+    What the encoding of a stream lacks, as in a folder's name, is written as an escape; a closed one leads nowhere."""
+    from launch.console import guard_console  # for the tools: the loader needs nothing but this file
+
     tool = Path(sys.argv[0]).name
+    guard_console()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not a test's
             stream.reconfigure(errors="backslashreplace")

@@ -5,12 +5,14 @@ import contextlib
 import difflib
 import os
 import select
+import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 
 class RunError(RuntimeError):
@@ -132,6 +134,43 @@ def until_reader_leaves() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the interpreter to write
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """For a whole tool: Ctrl-C, SIGTERM and SIGHUP are a KeyboardInterrupt, so that what it has started and made goes with it,
+    and its exit code is 128 + signal. A second one ends it at once, but for SIGHUP; what is ignored at the start stays so."""
+    heeded = [x for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
+
+    def interrupt(number: int, _: Any) -> None:
+        for other in heeded:
+            signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
+        raise KeyboardInterrupt(number)
+
+    for number in heeded:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as interrupted:
+        sys.exit(128 + interrupted.args[0])
+
+
+@contextlib.contextmanager
+def ended_with_block(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """A child that an error in the block ends, and waits for: by SIGTERM, which a launcher hands on to its ranks."""
+    try:
+        yield process
+    except BaseException:
+        process.terminate()
+        process.communicate()  # not wait: it may be writing
+        raise
+
+
+def run_to_end(command: list, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess:
+    """subprocess.run, which kills the child alone, but as ended_with_block ends it."""
+    with ended_with_block(subprocess.Popen(command, **options)) as process:
+        out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def encoded(text: str) -> bytes:

@@ -5,6 +5,7 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)(?:[ \t]+import[ \t]+([\w \t,]+))?", re.M)
@@ -28,8 +29,9 @@ class Sources:
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
         self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
 
-    def imported(self) -> dict[str, str]:
-        """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported."""
+    def imported(self, errors: str = "strict") -> dict[str, str]:
+        """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported.
+        errors: of bytes that are no UTF-8, which a log cannot hold. Raises ValueError, unless it is "replace"."""
         files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
         self.paths |= {file: self._ours(file) for file in files - self.paths.keys()}
         ours, more = set(), {self.path, *filter(None, map(self.paths.get, files))}
@@ -37,8 +39,7 @@ class Sources:
             self.contents |= {path: path.read_bytes() for path in more - self.contents.keys()}
             self.named |= {path: self._named_in(path) for path in more - self.named.keys()}
             ours, more = ours | more, set().union(*map(self.named.get, more)) - ours - more
-        first = dict.fromkeys((self.path, *sorted(ours)))
-        return {self._name(path): self.contents[path].decode(errors="replace") for path in first}
+        return {self._name(path): self._text(path, errors) for path in dict.fromkeys((self.path, *sorted(ours)))}
 
     def _named_in(self, path: Path) -> set[Path]:
         """Our files that a file's import statements name, also within functions: those are imported once a step calls them."""
@@ -54,6 +55,12 @@ class Sources:
         found = (x for file in files for x in (file.with_suffix(".py"), file / "__init__.py") if os.access(x, os.R_OK))
         return {*filter(None, (self._ours(f"{x}") for x in found))}
 
+    def _text(self, path: Path, errors: str) -> str:
+        try:
+            return self.contents[path].decode(errors=errors)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}, byte {error.start}: is not UTF-8: save it as UTF-8") from None
+
     def _ours(self, file: str) -> Path | None:
         path = Path(file).resolve()
         beside = file.endswith(".py") and (path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent))
@@ -64,8 +71,9 @@ class Sources:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
 
 
-def check_unused(log: Path, resumed: Path | None = None) -> None:
-    """Raise ValueError if there is a run's log already, or a folder of its checkpoints, which a new run would delete.
+def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -> None:
+    """Raise ValueError if there is a run's log already, or a folder of its checkpoints, which a new run would delete, or what
+    its trace would replace, if settings ask for one.
     resumed: a checkpoint; that the log is of its run is for Log to see, and what lies beside the checkpoint is of its run."""
     folder, advice = log.with_suffix(""), "move it, or give another --run_id or --log_dir"
     if resumed and (holds_run(log) or resumed.resolve().parent == folder.resolve()):
@@ -74,6 +82,9 @@ def check_unused(log: Path, resumed: Path | None = None) -> None:
         raise ValueError(f"{log} is another run's log: {advice}")
     if any(folder.glob("step_*.pt")):
         raise ValueError(f"{folder} holds another run's checkpoints: {advice}")
+    trace = folder.with_name(f"{folder.name}.trace.json")  # tracer.py's
+    if not resumed and getattr(settings, "trace_steps", "") and os.path.lexists(trace):  # older scripts trace nothing
+        raise ValueError(f"{trace} is there, another run's trace or a file of yours: {advice}")
 
 
 def holds_run(log: Path) -> bool:

@@ -251,6 +251,8 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         check_cache("TRITON_CACHE_DIR")
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
+    if hasattr(script, "SOURCES"):
+        script.SOURCES.imported()  # that a log can hold them
     if not is_given("data", options):
         make_data(MAKERS.get(s.data), options)
     options = options + project_paths(s, options)

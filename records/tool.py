@@ -57,7 +57,8 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
     if packages:
         go_on_with_packages()
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that what is half written is undone
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) != signal.SIG_IGN:  # as after nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -56,8 +56,8 @@ class Run:
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
         """Check that all ranks do the same, the checkpoint to resume, the room for new ones; open the log. Raises AgreedError.
         shards: names and contents; the resumed run's must be the same. facts: more lines for the log's environment."""
-        s, ranks, self.manager, self.shards = self.settings, self.ranks, manager, shards
-        sources, run_id, path = self.sources.imported(), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}", None
+        s, ranks, self.manager, self.shards, path = self.settings, self.ranks, manager, shards, None
+        sources, run_id = ranks.on_all(self.sources.imported), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         same = {f"--{x}": value for x, value in dataclasses.asdict(s).items() if x not in ("data", "log_dir")} | shards
         ranks.check_same(same | {x: f"CRC-32 {zlib.crc32(encoded(text)):08x}" for x, text in sources.items()})
         if s.resume:
@@ -70,7 +70,7 @@ class Run:
         s.run_id = s.run_id or run_id
         self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
         ranks.on_all(lambda: ranks.first and self.locks.append(lock_run(Path(s.log_dir, f"{s.run_id}.lock"), tell)))
-        ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path) if ranks.first else (str,))
+        ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path, s) if ranks.first else (str,))
         room = (checkpoints.check_room, self.folder, manager.layout(1), ranks.world_size, s.keep_checkpoints, saves)
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
@@ -187,7 +187,7 @@ class Run:
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
             settings, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
             saved = {"step": step, "seconds": self.clock.before, "run_id": settings.run_id, "log": log, "shards": self.shards}
-            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.sources.imported()}
+            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.sources.imported("replace")}
             try:
                 checkpoints.write_checkpoint(path, {**saved, "state": state}, settings.keep_checkpoints)
                 self.unsaved = ""
@@ -250,7 +250,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
         checkpoints.check_usable(path, saved, manager, s.total_iterations)
         run_id = run_id or saved["run_id"]
     if run_id:
-        check_unused(Path(s.log_dir, f"{run_id}.txt"), path)
+        check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s)
     folder, state, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0), manager.layout(1)
     checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, s.total_iterations)
     return sum(x.nbytes for y in (state, state["same"]["parameters"]) for _, x in checkpoints.leaves(y) if torch.is_tensor(x))

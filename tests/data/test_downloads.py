@@ -141,7 +141,7 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def start(script: str, hub: Hub, folder: Path, *options: str) -> subprocess.Popen:
+def environment_of(hub: Hub, folder: Path) -> dict[str, str]:
     dead = "http://127.0.0.1:9"  # nobody listens: what is not for this machine fails at once
     ours = ("HF_", "HUGGING", "TIKTOKEN")
     environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(ours)}
@@ -149,9 +149,16 @@ def start(script: str, hub: Hub, folder: Path, *options: str) -> subprocess.Pope
     environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "TIKTOKEN_CACHE_DIR": str(folder / "tiktoken")}
     for proxy in ("http_proxy", "https_proxy", "all_proxy"):
         environment |= {proxy: dead, proxy.upper(): dead}
-    environment |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, str(FOLDER / script), "--output", str(folder / "out"), *options]
+    return environment | {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
+
+
+def start(script: str, hub: Hub, folder: Path, *options: str) -> subprocess.Popen:
+    command, environment = [*start_command(script, folder), *options], environment_of(hub, folder)
     return subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start_command(script: str, folder: Path) -> list[str]:
+    return [sys.executable, str(FOLDER / script), "--output", str(folder / "out")]
 
 
 def run(script: str, hub: Hub, folder: Path, *options: str) -> tuple[int, str, str]:
@@ -174,6 +181,17 @@ def test_a_variable_that_cannot_be_meant_is_named_at_once(tmp_path: Path, script
     assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
     assert done.stderr.startswith(f"{script}: error: {name}={value!a} in the environment: must be ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script, options", [("cached_fineweb10B.py", "0"), ("fineweb.py", "--num_tokens=50 --workers=1")])
+def test_a_closed_stderr_leads_nowhere(
+    hub: Hub, tmp_path: Path, request: pytest.FixtureRequest, script: str, options: str
+) -> None:
+    """As by 2>&- in a shell: what would show the progress has nowhere to."""
+    request.getfixturevalue("parquet" if script == "fineweb.py" else "shards")
+    command = [*start_command(script, tmp_path), *options.split(), *["--encoding=bytes"] * (script == "fineweb.py")]
+    done = subprocess.run(command, env=environment_of(hub, tmp_path), cwd=tmp_path, timeout=60, preexec_fn=lambda: os.close(2))
+    assert done.returncode == 0 and len(shards_in(tmp_path / "out")) == 1
 
 
 def shards_in(folder: Path) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -350,30 +351,80 @@ def test_files_beside_the_shards_stay(tmp_path: Path, library: Path, monkeypatch
     assert names == {*mine, ".lock", ".readers", "manifest.json", "local_train_000000.bin", "local_val_000000.bin"}
 
 
-@pytest.mark.parametrize("writes", range(1, 8))
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+NEW_SHARDS = 4  # of the library at 300,000 tokens a shard: so many are written, listed, and so many renamed, listed for good
+
+
+@pytest.mark.parametrize("end", [interrupted, lambda: os._exit(9)], ids=["Ctrl-C", "kill -9"])
+@pytest.mark.parametrize("size", ["50_000", "1_000_000"], ids=["fewer shards", "more shards"])
+@pytest.mark.parametrize("writes", range(1, 2 * NEW_SHARDS + 3))
 def test_a_run_cut_off_at_any_write_is_made_again_by_the_same_command(
-    writes: int, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Its shards are its own, and it never counts as finished. A run of other options before it leaves nothing."""
+    writes: int, size: str, end: Callable[[], None], tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """It never counts as finished; the shards before it stay until all of its own are written, and then leave nothing."""
     make(monkeypatch, library, tmp_path / "fresh", "--shard_tokens", "300_000")
-    make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "50_000")
-    replace, left = os.replace, [writes]
+    assert len(list((tmp_path / "fresh").glob("*.bin"))) == NEW_SHARDS
+    make(monkeypatch, library, tmp_path / "out", "--shard_tokens", size)
+    content = lambda folder: {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    before, replace, left = content(tmp_path / "out"), os.replace, [writes]
 
     def cut(source: Path, target: Path) -> None:
         left[0] -= 1
         if not left[0]:
-            raise KeyboardInterrupt
+            end()
         replace(source, target)
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="interrupted"):
-        patch.setattr("data.shards.os.replace", cut)
-        make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "300_000")
-    assert not (writes > 1 and list((tmp_path / "out").glob("*_000010.bin")))
+    if not (child := os.fork()):
+        try:
+            monkeypatch.setattr("data.shards.os.replace", cut)
+            make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "300_000")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (1 if end == interrupted else 9)
+    if writes <= NEW_SHARDS + 1:
+        left_there = content(tmp_path / "out")
+        assert {name: left_there[name] for name in before} == before
     capsys.readouterr()
     make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "300_000")
     assert "is up to date" not in capsys.readouterr().out
-    content = lambda folder: {path.name: path.read_bytes() for path in folder.iterdir()}
     assert content(tmp_path / "out") == content(tmp_path / "fresh")
+    assert not (tmp_path / "out" / ".making").exists()
+
+
+@pytest.mark.parametrize("moment", range(1, 2 * NEW_SHARDS + 2))
+def test_a_full_disk_leaves_the_shards_that_are_there(
+    moment: int, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """And nothing of the new ones, whatever was the last that found room: each shard and its name, then the list of both."""
+    make(monkeypatch, library, out := tmp_path / "out", "--shard_tokens", "50_000")
+    before, fsync, left = states(out), os.fsync, [moment]
+
+    def full(descriptor: int) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="error: .*No space left on device"):
+        patch.setattr(os, "fsync", full)
+        make(monkeypatch, library, out, "--shard_tokens", "300_000")
+    assert states(out) == before
+    capsys.readouterr()
+    make(monkeypatch, library, out, "--shard_tokens", "50_000")
+    assert "is up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_closed_stream_leads_nowhere(stream: int, tmp_path: Path, library: Path) -> None:
+    """As by 2>&- in a shell."""
+    command = [sys.executable, str(SCRIPT), "--input", f"{library}", "--output", f"{tmp_path / 'out'}"]
+    done = subprocess.run(command, timeout=60, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.close(stream))
+    assert done.returncode == 0 and (tmp_path / "out" / "manifest.json").exists()
+    assert all(read_shard(path).size for path in (tmp_path / "out").glob("*.bin"))
 
 
 @pytest.mark.parametrize("way", ["the same", "a link", "by another way"])

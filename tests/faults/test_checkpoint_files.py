@@ -220,6 +220,21 @@ def test_a_resumed_run_does_not_delete_the_checkpoints_of_another(good, shards, 
     check_unused(other.with_suffix(".txt"), other / sorted(before)[0])
 
 
+def test_a_new_run_does_not_replace_the_trace_of_another(good, shards, tmp_path, capsys, monkeypatch, no_warm_up):
+    """Which a resumed run does: its own."""
+    shutil.copytree(good, tmp_path / "logs")
+    trace, log = tmp_path / "logs" / "run.trace.json", tmp_path / "logs" / "run.txt"
+    trace.write_text("mine")
+    log.rename(tmp_path / "moved.txt")
+    message = "/logs/run.trace.json is there, another run's trace or a file of yours: move it, or give another --run_id"
+    (tmp_path / "logs" / "run").rename(tmp_path / "logs" / "other")
+    ends_with(capsys, options(shards, tmp_path, trace_steps="6:7"), message, code=1)
+    assert trace.read_text() == "mine" and not log.exists()
+    path = tmp_path / "logs" / "other" / "step_000006.pt"
+    main(options(shards, tmp_path, trace_steps="6:7", resume=path))
+    assert trace.read_text().startswith('{"format"')
+
+
 def test_the_probe_of_a_folder_touches_no_file_of_the_users(tmp_path):
     for name in ("probe", "probe.tmp"):
         (tmp_path / name).write_text("mine")

@@ -208,6 +208,16 @@ def test_checkpoints_of_another_run_are_told_before_the_ranks_start(start, shard
     assert code == 0 and started
 
 
+def test_a_trace_that_is_there_is_told_before_the_ranks_start(start, shards, tmp_path):
+    """Of a run whose log was moved, or a file of the user's; one that traces nothing leaves it alone."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.trace.json").write_text("mine")
+    code, lines, started = start(*options(shards, tmp_path, trace_steps="2:4"))
+    said = f"{tmp_path}/logs/run.trace.json is there, another run's trace or a file of yours: move it, or give another --run_id"
+    assert (code, started) == (1, ()) and lines[-1].endswith(f"error: {said} or --log_dir")
+    assert start(*options(shards, tmp_path))[0] == 0
+
+
 def test_a_disk_that_is_full_is_named(start, shards, tmp_path, monkeypatch):
     """Its error names no file."""
     full = lambda **_: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
@@ -368,6 +378,19 @@ def test_so_does_one_whose_kind_is_a_message_elsewhere(monkeypatch, tmp_path):
     (tmp_path / "idea.py").write_text("x = 1\nint('seven')\n")
     with pytest.raises(SystemExit, match=r"(?s)Traceback.*idea.py\", line 2.*\nValueError: invalid literal"):
         launcher.load(tmp_path / "idea.py")
+
+
+@pytest.mark.parametrize("name", ["warm.py", "helper.py"])
+def test_a_source_that_is_not_utf_8_is_refused(start, shards, tmp_path, monkeypatch, name):
+    """Python reads it; its log would hold another program."""
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "warm.py").write_text(f"import helper\n{SCRIPT.read_text()}")
+    source = b"# -*- coding: latin-1 -*-\n# \xe9\n" + (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(source)
+    code, lines, started = start(tmp_path / "warm.py", *options(shards, tmp_path))
+    said = f"warm.py: error: {tmp_path}/{name}, byte 28: is not UTF-8: save it as UTF-8"
+    assert (code, started, lines[-1]) == (1, (), said) and len(lines) == 2
 
 
 @pytest.mark.parametrize("bug", ["one, two = 1, 2, 3", "torch.zeros(2).new_tensor([[1], [2, 3]])", "float('two')"])

@@ -349,7 +349,7 @@ def test_a_signal_leaves_no_half_of_an_extraction(tmp_path, monkeypatch, number)
             os.kill(os.getpid(), number)
         replace(source, target)
 
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGTERM, signal.SIGHUP)}  # maybe under nohup
     monkeypatch.setattr(os, "replace", is_ended)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
@@ -361,6 +361,15 @@ def test_a_signal_leaves_no_half_of_an_extraction(tmp_path, monkeypatch, number)
             signal.signal(n, handler)
     assert exit_.value.code == 128 + number and len(done) >= 2
     assert {path: path.read_bytes() for path in (tmp_path / "again").iterdir()} == before
+
+
+def test_what_nohup_ignores_ends_no_tool():
+    handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        tool.run(lambda: [os.kill(os.getpid(), n) for n in handlers], packages=False)
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
 
 
 def test_kill_9_leaves_no_mixture_that_starts(tmp_path, monkeypatch):

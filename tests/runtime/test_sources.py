@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from common import ROOT, SCRIPT, copy_project, lines_of, options, unequal
+from common import ROOT, SCRIPT, copy_project, ends_with, lines_of, options, unequal
 from launch import sources as launch_sources
 from runtime.checkpoints import read_checkpoint
 from runtime.log import log_header
@@ -213,6 +213,23 @@ def test_a_file_that_cannot_be_read_is_none_but_the_script(tree, monkeypatch):
     assert [*sources.imported()] == ["idea.py", "empty/used.py"]
     with pytest.raises(PermissionError, match="unused.py"):
         Sources(root / "unused.py")
+
+
+def test_a_source_that_no_log_can_hold_is_named(tree):
+    """Python reads it by its first line; a log would hold another program. A checkpoint's copy, made later, may."""
+    root, load = tree
+    (root / "idea.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe9'\n")
+    sources, said = Sources(root / "idea.py"), "idea.py, byte 31: is not UTF-8: save it as UTF-8"
+    with pytest.raises(ValueError, match=rf"{root}/{said}"):
+        sources.imported()
+    assert sources.imported("replace") == {"idea.py": "# -*- coding: latin-1 -*-\nx = '\ufffd'\n"}
+
+
+def test_so_it_is_by_a_rank_that_torchrun_starts(shards, tmp_path, monkeypatch, capsys):
+    (tmp_path / "idea.py").write_bytes(b"# \xe9\n")
+    monkeypatch.setattr(train_gpt, "SOURCES", Sources(tmp_path / "idea.py"))
+    ends_with(capsys, options(shards, tmp_path), f"error: {tmp_path}/idea.py, byte 2: is not UTF-8: save it as UTF-8\n", 1)
+    assert not (tmp_path / "logs").exists()
 
 
 def test_a_helper_of_a_script_outside_is_held_as_it_was_first_seen(tree, tmp_path):

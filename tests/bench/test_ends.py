@@ -1,0 +1,70 @@
+"""A signal to a tool of bench/ ends all that it has started, by SIGTERM, and leaves none of its folders."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import ROOT, text_of, wait_until
+
+CHILD = """#!/bin/bash
+# In place of a launcher: SIGTERM reaches what it has started through it alone.
+sleep 600 & echo $! >{here}/rank
+trap 'kill %1; sleep 0.2; touch {here}/ended; exit 1' TERM
+touch {here}/started
+wait
+"""
+AS_MAIN = """
+import runpy, sys
+sys.executable, sys.argv = {child!r}, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+TOOLS = ["grad_dtype.py", "order.py validate", "codegen.py", "gpu.py --dry-run", "first_minutes.py"]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(tool and its arguments, by space): the process, once it has a child; other programs of its path are that child."""
+
+    def begin(tool: str, hangup: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
+        (tmp_path / "tmp").mkdir()
+        for name in ("python", "git"):
+            (tmp_path / name).write_text(CHILD.format(here=tmp_path))
+            (tmp_path / name).chmod(0o755)
+        script, *arguments = tool.split()
+        as_main = AS_MAIN.format(child=f"{tmp_path / 'python'}")
+        command = [sys.executable, "-c", as_main, f"{ROOT / 'bench' / script}", *arguments]
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "TMPDIR": f"{tmp_path / 'tmp'}", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup)
+        )
+        wait_until(lambda: (tmp_path / "started").exists() or process.poll() is not None)
+        assert process.poll() is None, process.stderr.read()
+        return process
+
+    return begin
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_signal_leaves_neither_ranks_nor_folders(start, tmp_path, tool):
+    number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[TOOLS.index(tool) % 3]
+    process = start(tool)
+    rank = Path("/proc", text_of(tmp_path / "rank").strip())
+    assert rank.exists() and (list((tmp_path / "tmp").iterdir()) or tool == "gpu.py --dry-run")
+    process.send_signal(number)
+    assert "Traceback" not in process.communicate(timeout=60)[1] and process.returncode == 128 + number
+    assert (tmp_path / "ended").exists() and not rank.exists() and not list((tmp_path / "tmp").iterdir())
+
+
+def test_what_nohup_ignores_ends_no_tool(start, tmp_path):
+    process = start("first_minutes.py", signal.SIG_IGN)
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and (tmp_path / "ended").exists()
