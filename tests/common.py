@@ -7,10 +7,12 @@ import datetime
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -211,26 +213,45 @@ def copy_project(root: Path) -> Path:
 # Processes
 
 
-def forked(work: Callable[[], None], output: Path) -> int:
-    """The id of a child process that does `work`, its output in a file; it ends with the code of a SystemExit, else 0."""
+def forked(work: Callable[[], None], output: Path, errors: Path | None = None) -> int:
+    """The id of a child process that does `work`, its output in a file, what goes to stderr in another one if that is given; it
+    ends as an interpreter would on a SystemExit, else with 0."""
     if child := os.fork():
         return child
     code = 0
     try:
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+        for number, path in ((1, output), (2, errors or output)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         torch.set_num_threads(1)
         work()
     except SystemExit as exit_:
         code = exit_.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 99
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def run_script(script: Path, *arguments: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
+    """What `python script arguments` does, in a fork of this process, which has imported PyTorch already."""
+
+    def work() -> None:
+        sys.argv = [f"{script}", *arguments]
+        try:
+            runpy.run_path(f"{script}", run_name="__main__")
+        finally:
+            sys.stdout.flush()
+
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "stdout"), Path(folder, "stderr")
+        code = exit_code(forked(work, output, errors), seconds)
+        return subprocess.CompletedProcess([script, *arguments], code, output.read_text(), errors.read_text())
 
 
 def exit_code(child: int, seconds: float = 60) -> int:

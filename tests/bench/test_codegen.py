@@ -239,6 +239,8 @@ exec(compile(open({script!r}).read(), __file__, "exec"))  # the trainer, its fun
 LAYERS = (Layer("short", paired=True, value_gate=6, keep="backout"),)
 ATTENTION_LAYERS = VALUE_LAYERS = MLP_BANK_LAYERS = 1
 SCALARS |= {{"resid_lambda": [1.1], "sa_lambda": [0.5, 1.0], "bigram_lambda": [0.1]}}
+from bench import generated
+generated.CONFIGS = 1  # of a kernel: the fewest of several are counted in small_graphs.py
 """
 
 

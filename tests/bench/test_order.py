@@ -20,7 +20,7 @@ from bench.schedule_model import (
     operations_of, reason, simulate, step_seconds,
 )  # fmt: skip
 from bench.schedule_search import Problem, flow_bound, overlap_bound, search
-from common import ROOT, options, tiny_settings, train_gpt
+from common import ROOT, options, run_script, tiny_settings, train_gpt
 from launch.console import RunError
 from runtime.ranks import Ranks
 from tracer import Tracer, steps_of
@@ -288,7 +288,7 @@ def test_bad_input_ends_with_one_line(arguments: list[str], message: str, tmp_pa
 )  # fmt: skip
 def test_options_that_cannot_be_meant_end_with_a_message(command: str) -> None:
     script, *arguments = command.split()
-    done = subprocess.run([sys.executable, ROOT / "bench" / script, *arguments], capture_output=True, text=True, timeout=100)
+    done = run_script(ROOT / "bench" / script, *arguments)
     assert done.returncode == 2 and done.stdout == "" and ": error: " in done.stderr.splitlines()[-1], done.stderr
 
 

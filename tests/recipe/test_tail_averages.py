@@ -291,6 +291,7 @@ def test_averages_are_in_full_precision_and_only_of_the_tables_parameters() -> N
 
 STEPS = 8
 END, LAST = f"step_{STEPS:06d}.pt", f"step_{STEPS - 1:06d}.pt"
+BF16 = dict(dtype="bfloat16", batch_unit=16)  # half the tokens: a CPU without units for bf16 takes long for each
 WIDE = tuple(tail._replace(window=0.8, memory=0.4, every=1 + (i % 2)) for i, tail in enumerate(TAIL_TABLE))
 
 
@@ -307,13 +308,13 @@ def logs(shards: Path, tmp_path_factory: pytest.TempPathFactory, wide_tails) -> 
     """Runs in bf16 that save at each step: with averages, without."""
     folder = tmp_path_factory.mktemp("tails")
     for run_id, on in (("on", True), ("off", False)):
-        more = dict(dtype="bfloat16", save_every=1, keep_checkpoints=99, val_every=1)
+        more = dict(**BF16, save_every=1, keep_checkpoints=99, val_every=2)
         main(options(shards, folder, run_id=run_id, tail_averages=on, **more))
     return folder / "logs"
 
 
 def resume(shards: Path, folder: Path, checkpoint: Path) -> None:
-    more = dict(dtype="bfloat16", val_every=1, save_every=STEPS, tail_averages=True)
+    more = dict(**BF16, val_every=2, save_every=STEPS, tail_averages=True)
     main(options(shards, folder, resume=checkpoint, **more))
 
 
@@ -370,7 +371,7 @@ def test_the_warm_up_averages_without_a_trace(logs, shards, tmp_path) -> None:
 
 def two_ranks_resume(rank: int, world_size: int, shards: Path, folder: Path) -> None:
     ranks = Ranks(rank, world_size, torch.device("cpu"))
-    base = dict(save_every=1, keep_checkpoints=99, dtype="bfloat16", tail_averages=True)
+    base = dict(save_every=1, keep_checkpoints=99, **BF16, tail_averages=True)
     train_gpt.warm_up, train_gpt.TAIL_TABLE = lambda *_: None, WIDE
     train_gpt.train(tiny_settings(shards, folder, **base), ranks)
     for step in (5, STEPS - 1, STEPS):
@@ -387,7 +388,7 @@ def test_two_ranks_resume_to_the_same_bits(run_ranks, shards, tmp_path, wide_tai
     for step in (5, STEPS - 1, STEPS):
         assert lines_of(tmp_path / "logs" / f"from{step}.txt") == lines_of(tmp_path / "logs" / "run.txt")
     last = tmp_path / "logs" / "run" / LAST
-    main(options(shards, tmp_path, dtype="bfloat16", save_every=STEPS, tail_averages=True, run_id="alone", resume=last))
+    main(options(shards, tmp_path, **BF16, save_every=STEPS, tail_averages=True, run_id="alone", resume=last))
     alone = read_checkpoint(tmp_path / "logs" / "alone" / END)["state"]
     for label, x in end["same"]["parameters"].items():  # one step's sums in another order
         assert (alone["same"]["parameters"][label].double() - x.double()).norm() <= 0.02 * x.double().norm(), label
@@ -417,10 +418,10 @@ def test_the_final_validation_sees_the_averages_and_the_clock_their_making(shard
 
 def test_a_checkpoint_of_other_tails_is_refused(logs, shards, tmp_path, monkeypatch, capsys) -> None:
     """By the setting; by a table with other averages, before anything is trained."""
-    other = options(shards, tmp_path, dtype="bfloat16", val_every=1, tail_averages=False, resume=logs / "on" / LAST)
+    other = options(shards, tmp_path, **BF16, val_every=2, tail_averages=False, resume=logs / "on" / LAST)
     ends_with(capsys, other, r"step_000007.pt cannot be resumed: tail_averages is True, here False", 1)
     monkeypatch.setattr(train_gpt, "TAIL_TABLE", (*WIDE, Tail("mlp", 0.5, 0.1, 4), Tail("attn_gate_bank", 0.5, 0.1, 4)))
-    same = options(shards, tmp_path, dtype="bfloat16", val_every=1, tail_averages=True, resume=logs / "on" / LAST)
+    same = options(shards, tmp_path, **BF16, val_every=2, tail_averages=True, resume=logs / "on" / LAST)
     missing = ("same.optimizer.attn_gate_bank.average_1", "sharded.mlp.average_3")
     message = f"cannot be resumed: {'; '.join(f'state.{name} is missing' for name in missing)}"
     ends_with(capsys, same, message, 1)

@@ -30,6 +30,7 @@ from train_gpt import Hyperparameters, TrainingManager, main
 
 STEPS, SPLIT = 8, 5  # 6 scheduled and 2; the embedding splits after step 5
 END = f"step_{STEPS:06d}.pt"
+BF16 = dict(dtype="bfloat16", batch_unit=16)  # mantissas are in play; half the tokens: a CPU without units takes long for each
 
 
 def losses(log: Path) -> list[float]:
@@ -44,8 +45,8 @@ def losses(log: Path) -> list[float]:
 def unbroken(shards, tmp_path_factory):
     """The logs of a run in bf16, so that mantissas are in play, that saves at each step; and of one that saves at its end."""
     folder = tmp_path_factory.mktemp("unbroken")
-    main(options(shards, folder, dtype="bfloat16", save_every=1, keep_checkpoints=99))
-    main(options(shards, folder, dtype="bfloat16", save_every=STEPS, run_id="once"))
+    main(options(shards, folder, **BF16, save_every=1, keep_checkpoints=99))
+    main(options(shards, folder, **BF16, save_every=STEPS, run_id="once"))
     return folder / "logs"
 
 
@@ -71,7 +72,7 @@ def test_the_clock_stands_while_a_checkpoint_is_written(shards, tmp_path, monkey
 def test_a_resumed_run_ends_like_one_that_never_stopped(unbroken, shards, tmp_path, step, no_warm_up):
     """From every step: stages 1, 2, 3 and the extension, tied, right after the split, odd and even, the end itself."""
     path = unbroken / "run" / f"step_{step:06d}.pt"
-    main(options(shards, tmp_path, dtype="bfloat16", save_every=5, resume=path))
+    main(options(shards, tmp_path, **BF16, save_every=5, resume=path))
     log = tmp_path / "logs" / "run.txt"
     if step < STEPS:
         a, b = (read_checkpoint(logs / "run" / END)["state"] for logs in (unbroken, tmp_path / "logs"))
@@ -86,7 +87,7 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(unbroken, shards, tmp_pa
 
 
 def test_a_resumed_run_warms_up_without_a_trace(unbroken, shards, tmp_path):
-    main(options(shards, tmp_path, dtype="bfloat16", save_every=99, resume=unbroken / "run" / "step_000006.pt"))
+    main(options(shards, tmp_path, **BF16, save_every=99, resume=unbroken / "run" / "step_000006.pt"))
     a, b = (read_checkpoint(logs / "run" / END) for logs in (unbroken, tmp_path / "logs"))
     assert unequal(a["state"], b["state"]) == []
 
@@ -130,7 +131,7 @@ KILLS = {  # what kills, --save_every, and the step of the newest checkpoint
 def test_a_killed_run_goes_on_under_its_own_log(unbroken, shards, tmp_path, moment, no_warm_up):
     """kill -9, then --resume=latest: the same log, as if nothing had been."""
     be_mortal, every, resumed = KILLS[moment]
-    arguments = options(shards, tmp_path, dtype="bfloat16", save_every=every, run_id="mine")
+    arguments = options(shards, tmp_path, **BF16, save_every=every, run_id="mine")
     child = forked(lambda: (be_mortal(), main(arguments)), tmp_path / "output")
     assert exit_code(child) == -signal.SIGKILL, text_of(tmp_path / "output")
     assert any((tmp_path / "logs").rglob("*.tmp")) == (moment == "in a save")
@@ -145,8 +146,8 @@ def test_a_killed_run_goes_on_under_its_own_log(unbroken, shards, tmp_path, mome
 @pytest.mark.parametrize("latest", [True, False], ids=["from its own checkpoint", "from the same one again"])
 def test_a_run_resumed_twice_has_both_notes(unbroken, shards, tmp_path, latest, no_warm_up):
     path = unbroken / "run" / "step_000003.pt"
-    main(options(shards, tmp_path, dtype="bfloat16", save_every=5, resume=path))
-    main(options(shards, tmp_path, dtype="bfloat16", save_every=5, resume="latest" if latest else path))
+    main(options(shards, tmp_path, **BF16, save_every=5, resume=path))
+    main(options(shards, tmp_path, **BF16, save_every=5, resume="latest" if latest else path))
     log = tmp_path / "logs" / "run.txt"
     assert re.findall(r"\nresumed at step (\d) from ", log.read_text().split("=" * 100 + "\n")[1]) == [
         "3",
@@ -172,7 +173,7 @@ def test_another_runs_log_is_not_written_over(unbroken, shards, tmp_path, capsys
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "run.txt").write_text("mine\n")
     with pytest.raises(SystemExit):
-        main(options(shards, tmp_path, dtype="bfloat16", resume=unbroken / "run" / END))
+        main(options(shards, tmp_path, **BF16, resume=unbroken / "run" / END))
     assert "run.txt is not the log of the checkpoint's run: move it, or give another --run_id" in capsys.readouterr().err
     assert (tmp_path / "logs" / "run.txt").read_text() == "mine\n"
 
@@ -185,7 +186,7 @@ def test_latest_passes_over_a_damaged_checkpoint(unbroken, shards, tmp_path, cap
         place.mkdir(parents=True, exist_ok=True)
         shutil.copy(unbroken / "run" / f"step_{step:06d}.pt", place)
     os.truncate(folder / "step_000007.pt", 20000)
-    main(options(shards, tmp_path, dtype="bfloat16", resume="latest", run_id=run_id))
+    main(options(shards, tmp_path, **BF16, resume="latest", run_id=run_id))
     printed = capsys.readouterr()
     assert re.search(r"passed over .*step_000007.pt: damaged or cut short", printed.err)
     assert "resumed at step 3 from" in printed.out
