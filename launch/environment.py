@@ -28,6 +28,7 @@ import platform
 import re
 import shutil
 import subprocess
+import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
 
@@ -86,10 +87,32 @@ def missing(files):
     return lacks
 
 
+def run(command, **options):
+    """subprocess.run, whose command ends with this process also by a signal that comes while it starts."""
+    late, process = [], None
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
+    before = {x: signal.signal(x, lambda x, _: late.append(x)) for x in numbers if callable(signal.getsignal(x))}
+    try:
+        process = subprocess.Popen(command, **options)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in late:
+            os.kill(os.getpid(), number)
+        out, _ = process.communicate()
+    except BaseException:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if process:
+            process.kill()
+            process.wait()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out)
+
+
 def missing_there(python, files):
     """The same of another interpreter; None if it does not run."""
     try:
-        done = subprocess.run(
+        done = run(
             [python, os.path.realpath(__file__), "--missing"] + files, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
     except OSError:
@@ -100,7 +123,7 @@ def missing_there(python, files):
 def run_quietly(command, purpose):
     """Raises SystemExit with the last lines of what a command said, if it fails."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         fail("{}: {}".format(purpose, error))
     if done.returncode:
@@ -114,7 +137,7 @@ def new_python():
     found = [sys.executable] if sys.version_info >= OLDEST else list(filter(None, map(shutil.which, names)))
     for python in found:  # a version manager's stand-in may lead nowhere
         try:
-            if subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0:
+            if run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0:
                 return python
         except OSError:
             pass
@@ -175,7 +198,7 @@ def fill(folder, files, lacks):
     if there and there[0].startswith("Python "):
         fail("{} is older than {}: remove {}".format(python, there[0].replace(" or later", ""), folder))
     tell("installing into .venv, which takes minutes the first time: " + ", ".join(there or ["packages"]))
-    if subprocess.run([python, "-c", "import pip"], stderr=subprocess.DEVNULL).returncode:
+    if run([python, "-c", "import pip"], stderr=subprocess.DEVNULL).returncode:
         run_quietly([python, "-m", "ensurepip"], "installing pip into .venv")
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     every = files if TOOLS in files else files + [TOOLS]

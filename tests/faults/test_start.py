@@ -630,6 +630,25 @@ def test_a_signal_to_run_sh_ends_what_makes_the_environment(tmp_path, number):
     wait_until(lambda: not Path("/proc", here.read_text().strip()).exists())
 
 
+def test_a_signal_while_a_command_starts_ends_it_too(tmp_path, monkeypatch):
+    """The command runs already, but who started it has not come back from that."""
+    start, started = subprocess.Popen.__init__, tmp_path / "started"
+
+    def slow_start(process, *args, **options) -> None:
+        start(process, *args, **options)
+        started.write_text(f"{process.pid}")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    def work() -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        monkeypatch.setattr(subprocess.Popen, "__init__", slow_start)
+        environment.run(["sleep", "600"])
+
+    assert exit_code(forked(work, tmp_path / "output")) == 143, text_of(tmp_path / "output")
+    wait_until(lambda: not Path("/proc", started.read_text()).exists())
+
+
 def test_pip_is_heard_only_if_it_fails(capfd):
     environment.run_quietly([PYTHON, "-c", "print('WARNING: running as root')"], "installing")
     assert capfd.readouterr() == ("", "")
