@@ -24,6 +24,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.console import console
 from data.shards import (
     DataError, HelpFormatter, ShardError, check_plain, hub_fault, locked, named, number_between, one_line, one_line_errors,
     read_json, shard_name, verify_shard, write_json,
@@ -67,7 +68,7 @@ def with_retries(ask: Callable[[], Result], what: str, arrived: Callable[[], int
                 tried = f"could not fetch {what} from {constants.ENDPOINT} (attempt {attempt} of {ATTEMPTS})"
                 raise DataError(f"{tried}: {reason}") from error
             wait = 2 ** (attempt - 1)
-            print(f"{what}: {reason}; trying again in {wait} s ({attempt} of {ATTEMPTS})", file=sys.stderr)
+            console(f"{what}: {reason}; trying again in {wait} s ({attempt} of {ATTEMPTS})", "stderr")
             time.sleep(wait)
 
 
@@ -166,7 +167,7 @@ def fetch_shard(name: str, output: Path, known: dict[str, list]) -> int:
         try:
             count, changed = verify_shard(final), final.stat().st_mtime_ns
         except ShardError as error:
-            print(f"{error}: that is done now", file=sys.stderr)
+            console(f"{error}: that is done now", "stderr")
             final.unlink()
         else:
             expected, compared = known.get(name) or (announced_hash(REPO, name), None)
@@ -174,7 +175,7 @@ def fetch_shard(name: str, output: Path, known: dict[str, list]) -> int:
                 known[name] = [expected, changed]
                 return count
             why = f"does not have the hash {expected} that the hub announces"
-            print(f"{final}: {why}: fetching that one", file=sys.stderr)  # it stays until then
+            console(f"{final}: {why}: fetching that one", "stderr")  # it stays until then
     expected = announced_hash(REPO, name)
     arrived = fetch(REPO, name, output / "arriving", expected=expected)
     try:
@@ -215,7 +216,7 @@ def main() -> None:
             if known[name] != before:
                 write_json(args.output / "fetched.json", known)
         remove_fetched(args.output / "arriving", names)
-        print(f"{args.output}: {len(names)} shards, {tokens:,} tokens, all whole")
+        console(f"{args.output}: {len(names)} shards, {tokens:,} tokens, all whole")
 
 
 if __name__ == "__main__":

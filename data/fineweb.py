@@ -30,6 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.cached_fineweb10B import fetch, remove_fetched, with_retries
 from data.encodings import load_encoding
+from launch.console import console
 from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
     shard_name, verify_shard, write_json,
@@ -280,7 +281,7 @@ def main() -> None:
                 make_shards(progress, args.output, args.workers)
             except BrokenProcessPool as error:
                 raise DataError("a tokenising process died, perhaps for want of memory: try fewer --workers") from error
-        print(f"{args.output}: {len(progress.shards)} shards, {sum(shard[0] for shard in progress.shards):,} tokens, all whole")
+        console(f"{args.output}: {len(progress.shards)} shards, {sum(shard[0] for shard in progress.shards):,} tokens, all whole")
 
 
 if __name__ == "__main__":

@@ -438,12 +438,15 @@ def check_data(
     longest = int(np.diff(starts, append=val_tokens).max())
 
     fed, shard, present = 0, None, 0  # steps, the last one's shard, tokens up to that shard's end
+    trained: dict[str, str] = {}  # shards by what they hold
     indexed = (Documents(path, max_doc_len, bos_id, vocab_size) for path in train)
     for documents, tokens, ranges in plan_batches(indexed, batch_tokens, micro_batches):
         if documents is not shard:
             shard, present = documents, present + int(documents.ends[-1])
-            if note_digest(documents) == val_content:
+            if (content := note_digest(documents)) == val_content:
                 raise DataError(f"{documents.path}: holds the tokens of {validation.path}, validation would be trained on")
+            if (twin := trained.setdefault(content, documents.path)) != documents.path:
+                raise DataError(f"{documents.path}: holds the tokens of {twin}, which would be trained on twice: remove one")
         for first, end in ranges:  # a document that starts at T gives the last target only
             count(end - first - int(documents.ends[end - 1] == documents.ends[first] + tokens), tokens, documents.path)
         fed += 1

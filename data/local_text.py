@@ -2,7 +2,7 @@
 
 The text is, unless told otherwise, the sources of Python's own standard library, its tests included (they are half of it,
 and as good a text as the rest), without installed packages. Files that are not UTF-8 text, such as some of those tests', are
-left out and counted. Of another --input all text files are taken, except in hidden folders.
+left out and counted. Of another --input all text files are taken, except in hidden folders; links to folders are followed.
 
 A document is a piece of a file, cut at blank lines and at most 2,040 bytes long, so that with its end-of-text token it is
 never cut by a loader whose documents end at 2,048 tokens. Its hash says where it goes: one in twenty into validation, and
@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.encodings import load_encoding
+from launch.console import console
 from data.shards import (
     MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
     open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
@@ -56,10 +57,10 @@ def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[st
         raise DataError(f"{source}: no such file or folder; --input names the text to read")
     if source.resolve() == output.resolve():
         raise DataError(f"{output} is the --input too: its shards would be text of the next run; choose another --output")
-    files, unreadable = {}, []
-    for folder, folders, names in os.walk(source, onerror=lambda error: unreadable.append(f"{error.filename}")):
+    files, unreadable, seen = {}, [], {identity(source)}
+    for folder, folders, names in os.walk(source, onerror=lambda error: unreadable.append(f"{error.filename}"), followlinks=True):
         here = Path(folder)
-        folders[:] = [name for name in folders if wanted_folder(here / name, output)]
+        folders[:] = [name for name in sorted(folders) if wanted_folder(here / name, output, seen)]
         try:
             for name in names:
                 path = here / name
@@ -78,16 +79,31 @@ def complaint(folders: list[str]) -> str:
     return f"{len(folders)} folder(s) cannot be read, their text is missing: {', '.join(map(ascii, folders[:3]))}{more}"
 
 
-def wanted_folder(folder: Path, output: Path) -> bool:
-    return not folder.name.startswith(".") and folder.name not in SKIPPED_FOLDERS and folder.resolve() != output.resolve()
+def identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
+def wanted_folder(folder: Path, output: Path, seen: set[tuple[int, int]]) -> bool:
+    """Is its text to be taken? Links to folders are followed, each folder is taken once; seen: those taken, to which it is added."""
+    if folder.name.startswith(".") or folder.name in SKIPPED_FOLDERS or folder.resolve() == output.resolve():
+        return False
+    try:
+        number = identity(folder)
+    except OSError:  # os.walk tells of it
+        return True
+    is_new = number not in seen
+    seen.add(number)
+    return is_new
 
 
 def read_text(path: Path) -> bytes | None:
-    """The bytes of a UTF-8 text file; None if it cannot be read, is not UTF-8, or has a NUL byte and so is no text."""
+    """The bytes of a UTF-8 text file; None if this user may not read it, it is not UTF-8, or has a NUL byte and so is no text.
+    Raises OSError for one that cannot be read for another reason."""
     try:
         text = path.read_bytes()
         text.decode()
-    except (OSError, UnicodeDecodeError):
+    except (PermissionError, UnicodeDecodeError):
         return None
     return None if b"\0" in text else text
 
@@ -152,11 +168,12 @@ def split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object]:
-    """All that decides what the shards hold: the options, the program, and the names, sizes and times of the files."""
+    """All that decides what the shards hold: the options, the program, and the files' names, sizes, times and whether they can be read."""
     fingerprint = blake2b(b"".join(path.read_bytes() for path in PROGRAM), digest_size=16)
     for name, path in files.items():
         status = path.stat()
-        fingerprint.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+        facts = status.st_size, status.st_mtime_ns, os.access(path, os.R_OK)
+        fingerprint.update(f"{name}\0{facts}\0".encode(errors="surrogateescape"))
     options = {"input": str(args.input), "suffixes": args.suffixes}
     return options | {"shard_tokens": args.shard_tokens, "encoding": args.encoding, "fingerprint": fingerprint.hexdigest()}
 
@@ -188,8 +205,10 @@ def is_present(output: Path, manifest: dict, wanted: dict[str, object]) -> bool:
 
 @contextmanager
 def folder_to_make(folder: Path) -> Iterator[Path]:
-    """An empty folder, gone after the block; one that a killed run has left goes first. Raises OSError."""
+    """An empty folder, gone after the block; one that a killed run has left goes first. Raises OSError; DataError for another."""
     if folder.is_dir() and not folder.is_symlink():
+        if others := [name for name in os.listdir(folder) if not SHARD_NAME.fullmatch(name.removesuffix(".tmp"))]:
+            raise DataError(f"{folder / others[0]} is not this program's, which makes shards there: move it away")
         shutil.rmtree(folder)
     folder.mkdir()
     try:
@@ -237,11 +256,11 @@ def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[s
 
 def report(manifest: dict, output: Path) -> None:
     files = f"{manifest['files']:,} files ({manifest['skipped_files']} skipped: not readable as UTF-8 text)"
-    print(f"{manifest['documents']:,} documents, {manifest['bytes']:,} bytes, of {files}")
+    console(f"{manifest['documents']:,} documents, {manifest['bytes']:,} bytes, of {files}")
     vocabulary = f"encoding {manifest['encoding']}: vocabulary {manifest['vocab_size']:,}, end-of-text {manifest['bos_id']}"
-    print(f"{sum(manifest['shards'].values()):,} tokens in {len(manifest['shards'])} shards, {vocabulary}")
+    console(f"{sum(manifest['shards'].values()):,} tokens in {len(manifest['shards'])} shards, {vocabulary}")
     for name, tokens in manifest["shards"].items():
-        print(f"  {output / name}  {tokens:,} tokens")
+        console(f"  {output / name}  {tokens:,} tokens")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -266,7 +285,7 @@ def main() -> None:
     with one_line_errors():
         files, unreadable = find_files(args.input, args.suffixes, args.output)
         if unreadable:
-            print(f"local_text.py: {complaint(unreadable)}", file=sys.stderr)
+            console(f"local_text.py: {complaint(unreadable)}", "stderr")
         with locked(args.output):
             if file := open_lock_if_writable(args.output / READERS):  # for runs to hold
                 file.close()
@@ -274,7 +293,7 @@ def main() -> None:
             manifest = load_manifest(args.output)
             if manifest and is_present(args.output, manifest, wanted):
                 tokens = sum(manifest["shards"].values())
-                print(f"{args.output} is up to date: {tokens:,} tokens in {len(manifest['shards'])} shards")
+                console(f"{args.output} is up to date: {tokens:,} tokens in {len(manifest['shards'])} shards")
             else:
                 with without_readers(args.output):
                     made = make_shards(args, files, wanted, list(manifest["shards"]) if manifest else [])

@@ -74,7 +74,8 @@ def console(text: str, stream: str = "stdout", end: str = "\n") -> None:
     One that stops, as by Ctrl-S or a pager, does not stop the run: it lacks what is said meanwhile, and is told so."""
     file = getattr(sys, stream)
     encoding = getattr(file, "encoding", None) or "utf-8"
-    data = f"{text}{end}".encode(encoding, "replace")
+    escapes = getattr(file, "errors", "") == "backslashreplace"  # the data tools' choice
+    data = f"{text}{end}".encode(encoding, "backslashreplace" if escapes else "replace")
     try:
         if (number := _may_stop(file)) is None:
             print(data.decode(encoding), end="", file=file, flush=True)

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import torch
 
+# What PyTorch and its libraries read of the environment and compute otherwise by; threads are told with the CPU.
+VARIABLES = re.compile(
+    r"(TORCH(INDUCTOR|DYNAMO|_COMPILE|_ALLOW_TF32|_NCCL)|PYTORCH|NVIDIA_TF32|CUBLAS|NCCL|TRITON|MKL|ONEDNN|DNNL|ATEN)_\w+"
+    r"|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS)"
+)
 
 def machine_facts(device: torch.device, world_size: int) -> list[str]:
     """Versions and devices, a line each."""
@@ -19,7 +24,9 @@ def machine_facts(device: torch.device, world_size: int) -> list[str]:
     if device.type == "cuda":
         devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]
     versions = f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__ if triton else 'none'}"
-    return [f"Python {sys.version}", versions, f"{platform.platform()}, {world_size} ranks", *devices]
+    set_here = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name) and "/" not in value}
+    variables = ["variables: " + ", ".join(f"{name}={value!a}" for name, value in set_here.items())] if set_here else []
+    return [f"Python {sys.version}", versions, f"{platform.platform()}, {world_size} ranks", *devices, *variables]
 
 
 def usable_cores() -> int:

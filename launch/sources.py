@@ -1,14 +1,16 @@
 """The project's sources as they were when the process began, and which of them it imports: what a log holds."""
 
+import ast
 import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)(?:[ \t]+import[ \t]+([\w \t,]+))?", re.M)
+LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
 LIBRARIES = {Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")}
 
 
@@ -29,46 +31,95 @@ class Sources:
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
         self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
 
-    def imported(self, errors: str = "strict") -> dict[str, str]:
+    def imported(self) -> dict[str, str]:
         """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported.
-        errors: of bytes that are no UTF-8, which a log cannot hold. Raises ValueError, unless it is "replace"."""
+        Raises ValueError for what a log cannot hold: bytes that are no UTF-8, two files of one path."""
         files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
         self.paths |= {file: self._ours(file) for file in files - self.paths.keys()}
-        ours, more = set(), {self.path, *filter(None, map(self.paths.get, files))}
+        loaded = {*filter(None, map(self.paths.get, files))}
+        ours, more = set(), {self.path, *loaded}
+        if running := getattr(sys.modules.get("__main__"), "__file__", None):  # the script, in a run
+            loaded |= {*places(running)}
         while more:
             self.contents |= {path: path.read_bytes() for path in more - self.contents.keys()}
-            self.named |= {path: self._named_in(path) for path in more - self.named.keys()}
+            self.named |= {path: self._named_in(path, path in loaded) for path in more - self.named.keys()}
             ours, more = ours | more, set().union(*map(self.named.get, more)) - ours - more
-        return {self._name(path): self._text(path, errors) for path in dict.fromkeys((self.path, *sorted(ours)))}
+        named: dict[str, Path] = {}
+        for path in (self.path, *sorted(ours - {self.path})):
+            if (other := named.setdefault(self._name(path), path)) != path:
+                raise ValueError(f"{other} and {path} both take part, and a log has one {self._name(path)}: rename one")
+        return {name: self._text(path) for name, path in named.items()}
 
-    def _named_in(self, path: Path) -> set[Path]:
-        """Our files that a file's import statements name, also within functions: those are imported once a step calls them."""
-        folders = {self.path.parent, ROOT}
-        here = {name.partition(".")[0] for folder in folders for name in os.listdir(folder)}
-        names = set()
-        for modules, members in IMPORT.findall(self.contents[path].decode(errors="replace")):
-            for module in re.findall(r"\w[\w.]*", modules):
-                if module.partition(".")[0] in here:
-                    names |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", members))}
-        parts = {tuple(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
-        files = (Path(folder, *part) for folder in folders for part in parts)
-        found = (x for file in files for x in (file.with_suffix(".py"), file / "__init__.py") if os.access(x, os.R_OK))
-        return {*filter(None, (self._ours(f"{x}") for x in found))}
-
-    def _text(self, path: Path, errors: str) -> str:
+    def _named_in(self, path: Path, is_loaded: bool) -> set[Path]:
+        """Our files that a file's import statements name, also within functions: those are imported once a step calls them.
+        Statements that are not indented have run if the file is loaded: what they named is loaded too."""
+        if is_loaded and not LATER_IMPORT.search(self.contents[path]):
+            return set()
         try:
-            return self.contents[path].decode(errors=errors)
+            tree = ast.parse(self.contents[path])
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # not to be imported either
+            return set()
+        folders = [self.path.parent, ROOT]  # in the order in which a run looks there
+        here = {name.partition(".")[0] for folder in folders for name in os.listdir(folder)}
+        found = set()
+        for node in imports(tree):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                base = [node.module] if node.module else []
+                names = [*base, *(".".join([*base, name]) for name in names)]
+            if level := getattr(node, "level", 0):  # from .part import f, from . import part: of the file's package
+                within = dict.fromkeys({name.partition(".")[0] for name in names}, path.parents[level - 1 : level])
+            else:
+                within = {top: folders_of(top, folders) for top in {name.partition(".")[0] for name in names} & here}
+            for parts in (name.split(".") for name in names if name.partition(".")[0] in within):
+                found |= {self._find(Path(*parts[:n]), within[parts[0]]) for n in range(1, len(parts) + 1)}
+        return {*filter(None, found)}
+
+    def _find(self, module: Path, folders: Sequence[Path]) -> Path | None:
+        """The file of a module in the first of the folders that holds one, if it is ours."""
+        files = (x for folder in folders for x in (folder / module / "__init__.py", (folder / module).with_suffix(".py")))
+        return next(filter(None, (self._ours(f"{x}") for x in files if os.access(x, os.R_OK))), None)
+
+    def _text(self, path: Path) -> str:
+        try:
+            return self.contents[path].decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}, byte {error.start}: is not UTF-8: save it as UTF-8") from None
 
     def _ours(self, file: str) -> Path | None:
-        path = Path(file).resolve()
-        beside = file.endswith(".py") and (path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent))
-        installed = {"site-packages", "dist-packages"} & {*path.parts} or any(path.is_relative_to(x) for x in LIBRARIES)
-        return path if beside and not installed and (path in self.contents or path.is_file()) else None
+        for path in places(file):  # a link that lies beside the script counts, wherever its end
+            beside = file.endswith(".py") and (path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent))
+            installed = {"site-packages", "dist-packages"} & {*path.parts} or any(path.is_relative_to(x) for x in LIBRARIES)
+            if beside and not installed and (path in self.contents or path.is_file()):
+                return path
+        return None
 
     def _name(self, path: Path) -> str:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
+
+
+def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The import statements, wherever they stand."""
+    for body in (getattr(tree, name, ()) for name in ("body", "orelse", "finalbody", "handlers", "cases")):
+        for node in body if isinstance(body, list) else ():
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                yield node
+            else:
+                yield from imports(node)
+
+
+def folders_of(module: str, folders: Sequence[Path]) -> Sequence[Path]:
+    """Those of the folders, in which a run looks in this order, where `import module` finds it, or has found it."""
+    files = {path: folder for folder in folders for path in (folder / f"{module}.py", folder / module / "__init__.py")}
+    if loaded := getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None):
+        return [folder for path, folder in files.items() if path in places(loaded)][:1]
+    return [folder for path, folder in files.items() if path.is_file()][:1] or folders  # else folders without __init__.py
+
+
+def places(file: str) -> tuple[Path, Path, Path]:
+    """Where a file is said to lie; where its folder does; and where it does: links lead from one to the next."""
+    path = Path(os.path.abspath(file))
+    return path, path.parent.resolve() / path.name, path.resolve()
 
 
 def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -> None:

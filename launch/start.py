@@ -41,9 +41,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", "data/local": "data/local_text.py"}  # of the presets' data
 IMPORTED = {  # by every script
-    "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "torch", "tracer", "triton",
-    "triton_kernels",
+    "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "sympy", "tail_averages", "torch", "tracer",
+    "triton", "triton_kernels",
 }  # fmt: skip
+HIDES = "{} hides the module {!r} that others import: rename it"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: GNU timeout's to its child, then to its group
 LEAST_FILES = 64  # that a process may have open: 40 were enough for one rank on a CPU
@@ -176,10 +177,12 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     if path is None:
         places = " or ".join(dict.fromkeys((f"{Path.cwd()}", f"{ROOT}")))
         raise LaunchError(f"no such script: {first}, in {places}", 1)
-    hides = [path, *path.parent.glob("*.py"), *ROOT.glob("*.py")]  # found in place of Python's own modules
-    for file in hides:
+    packages = (file.parent for file in path.parent.glob("*/__init__.py"))
+    for file in (path, *path.parent.glob("*.py"), *packages, *ROOT.glob("*.py")):  # found in place of Python's own modules
         if file.stem in sys.stdlib_module_names - {"test"} or file is path and file.stem in IMPORTED:
-            raise LaunchError(f"{file} hides the module {file.stem!r} that others import: rename it", 1)
+            raise LaunchError(HIDES.format(file, file.stem), 1)
+    if os.pathsep in f"{ROOT}" and not path.resolve().is_relative_to(ROOT):  # which then comes from PYTHONPATH
+        raise LaunchError(f"a path with {os.pathsep!r}, as {ROOT}, cannot be in PYTHONPATH: a script elsewhere needs it there", 1)
     return path.resolve(), options
 
 
@@ -194,6 +197,7 @@ def ranks_asked() -> int | None:
 def load(path: Path) -> ModuleType:
     """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
     begun = time.monotonic() - process_age()
+    drop_stale_caches({path.parent, ROOT})
     try:
         import numpy, torch  # noqa: E401, F401
 
@@ -202,6 +206,9 @@ def load(path: Path) -> ModuleType:
     except ImportError as error:
         why = f"{error}".splitlines()[0]
         raise LaunchError(f"{why}: {sys.executable} lacks a package, or has half of one: install it again", 1) from None
+    for file in path.parent.glob("*.py"):
+        if "site-packages" in f"{getattr(sys.modules.get(file.stem), '__file__', None)}":  # PyTorch's, say
+            raise LaunchError(HIDES.format(file, file.stem), 1)
     sys.path[:0] = [f"{path.parent}", f"{ROOT}"]  # as in a rank
     spec = importlib.util.spec_from_file_location("launched_script", path)
     module = sys.modules["launched_script"] = importlib.util.module_from_spec(spec)
@@ -219,6 +226,16 @@ def load(path: Path) -> ModuleType:
     python = f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}"
     show(f"environment: {sys.executable}, {python}, {f'{gpus} x ' if gpus else ''}{devices}", begun)
     return module
+
+
+def drop_stale_caches(folders: set[Path]) -> None:
+    """Remove the compiled form of each file that came to its place after it had been compiled. Python looks at the size and the
+    second of the last edit alone, and runs the old one where both are the same: those of two archives, or of a quick edit."""
+    for path in {path for folder in folders for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern)}:
+        with contextlib.suppress(OSError):  # there is none, or it is not ours to remove
+            cache = importlib.util.cache_from_source(path)
+            if os.stat(cache).st_mtime_ns <= os.stat(path).st_ctime_ns:
+                os.unlink(cache)
 
 
 def process_age() -> float:

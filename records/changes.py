@@ -2,9 +2,9 @@
 
 import difflib
 
-from groups import Group
+from groups import Group, plural
 from kinds import same_source
-from runlog import RunLog
+from runlog import RunLog, resumed_with_changes
 from tool import clean
 
 
@@ -19,6 +19,11 @@ def changed(baseline: Group, group: Group) -> str:
         pieces = [f"its sources are unknown: the logs of {' and '.join(unknown)} hold none"]
     elif pieces and same_sources(a, b):
         pieces = [f"{', '.join(pieces)}, in comments and the like alone"]
+    for log in (a, b):
+        if diff := resumed_with_changes(log).splitlines():
+            lines = sum(line.startswith(("+", "-")) and not line.startswith(("+++ ", "--- ")) for line in diff)
+            whose = "" if log is b else f"{baseline.name} was "
+            pieces.append(f"{whose}resumed with changed source, {plural(lines, 'line')} of difference")
     pieces += [f"{name} {before} → {after}" for name, before, after in environment_differences(a, b)]
     return f"{group.name} changes: {'; '.join(pieces) or 'nothing: the same sources, settings and environment'}"
 
@@ -45,6 +50,16 @@ def source_diffs(a: RunLog, b: RunLog) -> list[tuple[str, list[str]]]:
             diff = [*difflib.unified_diff(*lines, *titles, lineterm="")]
             diffs.append((name_b, diff or [f"--- {titles[0]}", f"+++ {titles[1]}"]))  # empty, or other line breaks
     return diffs
+
+
+def other_tokens(a: RunLog, b: RunLog) -> list[str]:
+    """Shards of b in whose place a read other tokens, by name. One may have read more of them: a longer run does. Empty too
+    where logs do not tell what the shards held."""
+    found = []
+    for split in ("_train_", "_val_"):  # in the order of their names, as a run reads them
+        before, after = ([item for item in sorted(log.shards.items()) if split in item[0]] for log in (a, b))
+        found += [name for (_, was), (name, digest) in zip(before, after) if digest != was]
+    return found
 
 
 def environment_differences(a: RunLog, b: RunLog) -> list[tuple[str, str, str]]:

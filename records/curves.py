@@ -10,6 +10,7 @@ from groups import Group
 from runlog import RunLog
 from t_tests import Difference, mean, sigma
 
+ALIKE = 1.25  # of two spans of steps, at most, over which slopes are taken together
 ENDING = 1 / 20  # of the steps: the slope of a loss curve is measured over at least these last ones
 
 # -----------------------------------------------------------------------------
@@ -124,15 +125,17 @@ def equal_loss(a: Group, b: Group, comparable: bool, pairs: bool) -> EqualLoss |
 
     A run's time at the baseline's loss is its time + (its loss − that) × pace / slope; those are compared as times are, in
     pairs or not. The slope's own error is added to that difference's: error² + (Δloss × pace × slope_error / slope²)².
+    Runs that were last validated much earlier than others give no slope.
     """
     endings = [[ending(run) for run in group.runs] for group in (a, b)]
     if min(map(len, endings)) < 2 or not all(map(all, endings)):
         return None
-    slopes = [[slope for _, slope, _ in group] for group in endings]
-    slope = mean([*map(mean, slopes)])
-    slope_error = math.hypot(*(sigma(group) / math.sqrt(len(group)) for group in slopes)) / 2
-    if not slope > 0:
+    over = min(steps for group in endings for steps, _, _ in group)
+    slopes = [[slope for steps, slope, _ in group if steps <= ALIKE * over] for group in endings]
+    slopes = [group for group in slopes if len(group) > 1]  # a slope over more steps is another: curves flatten
+    if not slopes or not (slope := mean([*map(mean, slopes)])) > 0:
         return None
+    slope_error = math.hypot(*(sigma(group) / math.sqrt(len(group)) for group in slopes)) / len(slopes)
     told = [pace for _, _, pace in endings[1] if pace is not None]
     seconds_a_step, gain = mean(told), mean(a.losses) - mean(b.losses)
     time = None
@@ -141,5 +144,4 @@ def equal_loss(a: Group, b: Group, comparable: bool, pairs: bool) -> EqualLoss |
         equal = [[run.seconds + run.loss * price for run in group.runs] for group in (a, b)]
         found = (t_tests.paired if pairs else t_tests.different)(*equal)
         time = t_tests.t_test(found.mean, math.hypot(found.error, gain * price * slope_error / slope), found.freedom)
-    over = min(steps for group in endings for steps, _, _ in group)
     return EqualLoss(slope, slope_error, over, gain / slope, seconds_a_step, gain / slope * seconds_a_step, time)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import tool
-from runlog import read_log
+from runlog import read_log, resumed_with_changes
 
 LONGEST_NAME = 200  # characters of a path: what any file system takes
 
@@ -125,6 +125,8 @@ def main(argv: list[str] | None = None) -> None:
         print(tool.clean(path, one_line=True))
     if others := strangers(options.folder, paths):
         print(f"not of this log, but there, and the script may import them: {tool.clean(', '.join(others), one_line=True)}")
+    if resumed_with_changes(read_log(options.log)):
+        print("the run began with these sources; it was resumed with others: the log's header has the diff")
     print(f"run it: {shlex.join(['./run.sh', str(paths[0])])}")
 
 

@@ -14,14 +14,18 @@ author's, and stays.
 
 import argparse
 import datetime
+import fcntl
 import io
 import json
 import math
+import os
 import re
 import shlex
 import shutil
 import tempfile
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -168,7 +172,7 @@ def page(record: Record, records: dict[str, Record]) -> str:
 
 def written(path: Path, text: str) -> str:
     """The page with this text between its marks; what stands outside is kept. Raises InputError for a page without marks."""
-    old = path.read_text(encoding="utf-8") if path.exists() else f"{PAGE_BEGIN}\n{PAGE_END}\n"
+    old = read(path) if path.exists() else f"{PAGE_BEGIN}\n{PAGE_END}\n"
     before, after = around(old, PAGE_BEGIN, PAGE_END)
     if before is None:
         raise InputError(
@@ -180,7 +184,7 @@ def written(path: Path, text: str) -> str:
 
 def around(text: str, begin: str, end: str) -> tuple[str | None, str]:
     """What stands before the line `begin` and after the line `end`; None if either is not there, or is there twice."""
-    marks = [[*re.finditer(f"^{re.escape(mark)}$", text, re.MULTILINE)] for mark in (begin, end)]
+    marks = [[*re.finditer(rf"^{re.escape(mark)}(?=\r?$)", text, re.MULTILINE)] for mark in (begin, end)]
     if [len(found) for found in marks] != [1, 1] or marks[0][0].end() > marks[1][0].start():
         return None, ""
     return text[: marks[0][0].start()], text[marks[1][0].end() :]
@@ -191,7 +195,7 @@ def pages(root: Path) -> dict[Path, str]:
     records = read_records(root)
     found = {}
     for readme, here in ((root / "README.md", ""), (root.parent / "README.md", f"{root.name}/")):
-        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+        text = read(readme) if readme.exists() else ""
         before, after = around(text, BEGIN, END)
         if before is not None:
             found[readme] = f"{before}{BEGIN}\n{table([*records.values()], here)}\n{END}{after}"
@@ -249,10 +253,17 @@ def figures(log: RunLog) -> tuple:
     return (*log.times.items(), *log.validations)
 
 
+def read(path: Path) -> str:
+    """With its line breaks as they are."""
+    return path.read_bytes().decode()
+
+
 def copy_logs(group: Group, folder: Path) -> None:
-    """Raises InputError if two of them have one name."""
+    """Raises InputError if two of them have one name, or one would not be found in a folder."""
     folder.mkdir()
     for log in group.logs:
+        if log.path.suffix not in (".txt", ".log"):
+            raise InputError(f"{log.path}: a record's logs are *.txt or *.log; rename it")
         if (folder / log.path.name).exists():
             raise InputError(f"{log.path}: two of the logs have this name; rename one")
         shutil.copyfile(log.path, folder / log.path.name)
@@ -272,6 +283,37 @@ def draw_pictures(record: Record, records: dict[str, Record]) -> list[Path]:
 def read_records(root: Path) -> dict[str, Record]:
     """Those of `root`, by name. Raises InputError."""
     return {path.parent.name: read_record(path.parent) for path in sorted(root.glob("*/record.toml"))}
+
+
+@contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Two at once would each write a table without the other's record: the second waits."""
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def update(options: argparse.Namespace, root: Path) -> None:
+    """Do what the command line asks for. Raises InputError."""
+    if options.picture:
+        records = read_records(root)
+        if options.picture not in records:
+            raise InputError(f"{root / options.picture}: no such record")
+        for path in draw_pictures(records[options.picture], records):
+            print(f"wrote {path}")
+    if options.add:
+        metadata = {name: getattr(options, name) for name in FIELDS}
+        metadata["contributors"] = [name.strip() for name in options.contributors.split(",")]
+        add(root, options.add, options.logs, metadata, options.baseline, options.keep_aside)
+    stale = {path: text for path, text in pages(root).items() if not path.exists() or read(path) != text}
+    if options.check and stale:
+        raise InputError(f"out of date: {', '.join(map(str, stale))}; run: python records/history.py")
+    for path, text in stale.items():
+        tool.write(path, text)
+        print(f"wrote {path}")
 
 
 def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
@@ -298,24 +340,8 @@ def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
     if bool(options.add) != bool(options.logs) or options.add and not (options.description and options.contributors):
         parser.error("--add takes NAME, logs, --description and --contributors; without it there are no logs to name")
     try:
-        if options.picture:
-            records = read_records(root)
-            if options.picture not in records:
-                raise InputError(f"{root / options.picture}: no such record")
-            for path in draw_pictures(records[options.picture], records):
-                print(f"wrote {path}")
-        if options.add:
-            metadata = {name: getattr(options, name) for name in FIELDS}
-            metadata["contributors"] = [name.strip() for name in options.contributors.split(",")]
-            add(root, options.add, options.logs, metadata, options.baseline, options.keep_aside)
-        stale = {
-            path: text for path, text in pages(root).items() if not path.exists() or path.read_text(encoding="utf-8") != text
-        }
-        if options.check and stale:
-            raise InputError(f"out of date: {', '.join(map(str, stale))}; run: python records/history.py")
-        for path, text in stale.items():
-            tool.write(path, text)
-            print(f"wrote {path}")
+        with alone(root):
+            update(options, root)
     except BrokenPipeError:  # for tool.run
         raise
     except (InputError, OSError, ValueError) as error:

@@ -21,7 +21,7 @@ class Normal(ast.NodeTransformer):
     """Makes the same what cannot change a training run."""
 
     def __init__(self):
-        self.in_class = False
+        self.in_class = self.is_decorated = False
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -32,16 +32,17 @@ class Normal(ast.NodeTransformer):
         return node
 
     def body_of(self, node: ast.AST, is_class: bool) -> ast.AST:
-        outer, self.in_class = self.in_class, is_class
+        outer = self.in_class, self.is_decorated
+        self.in_class, self.is_decorated = is_class, self.is_decorated or not is_class and bool(node.decorator_list)
         self.generic_visit(node)
-        self.in_class = outer
+        self.in_class, self.is_decorated = outer
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         return self.body_of(node, True)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        if not node.decorator_list:
+        if not node.decorator_list and not self.is_decorated:
             node.returns = None
             arguments = node.args
             every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
@@ -55,7 +56,7 @@ class Normal(ast.NodeTransformer):
         self.generic_visit(node)
         if node.value and is_own([node.target]):
             node.value = blank(node.value)
-        if self.in_class:
+        if self.in_class or self.is_decorated:
             return node
         return ast.Assign(targets=[node.target], value=node.value) if node.value else None
 

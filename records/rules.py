@@ -3,14 +3,18 @@
 import ast
 import re
 from collections import Counter
+from itertools import chain
 
+from changes import other_tokens
 from groups import Group, names, plural
 from kinds import Normal, same_source
-from runlog import RunLog
+from runlog import RunLog, resumed_with_changes
 from t_tests import P
 from verdict import figure
 
 COMPILER_FLAG = re.compile(r"inductor|torch\._(?:dynamo|functorch)|dynamo\.config|torch\.compile\(|TORCHINDUCTOR|TORCH_COMPILE")
+COMPILER_VARIABLE = re.compile(r"\b(?:TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO)\w*=[^,]*")
+CLOCK = {"clock", "start_clock", "paused"}  # attributes of a Run
 BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 PROVEN, BROKEN, OPEN = "[x]", "[!]", "[ ]"
 
@@ -33,6 +37,10 @@ def check_list(baseline: Group, group: Group, row: dict, target: float) -> str:
         ("The number of runs was fixed before, and all of them are here", OPEN,
          f"{plural(row['runs'], 'run')}, {len(row['set_aside'])} set aside; logs cannot tell of others"),
     ]  # fmt: skip
+    if changed := [run.path.name for run in baseline.runs + group.runs if resumed_with_changes(run)]:
+        for i in (0, 2, 3, 4):  # what sources prove
+            rule, mark, evidence = lines[i]
+            lines[i] = rule, OPEN if mark == PROVEN else mark, f"{evidence}; but {names(changed)} went on with changed source"
     return "\n".join(f"- {mark} {rule}: {evidence}" for rule, mark, evidence in lines)
 
 
@@ -55,25 +63,35 @@ def unchanged(a: RunLog, b: RunLog, folder: str, own: str) -> tuple[str, str] | 
 def data_stream(a: RunLog, b: RunLog) -> tuple[str, str]:
     if decided := unchanged(a, b, "data/", "loader"):
         return decided
-    if a.settings.get("data") != b.settings.get("data"):
-        return OPEN, f"data/*.py are the baseline's; --data is {b.settings.get('data')}, was {a.settings.get('data')}"
+    if shards := other_tokens(a, b):
+        return BROKEN, f"other tokens in {names(shards)}"
+    for name in ("val_tokens", "bos_id"):
+        before, after = a.settings.get(name), b.settings.get(name)
+        if before != after and None not in (before, after):
+            return BROKEN, f"--{name} is {after}, was {before}"
+    if not a.shards or not b.shards:
+        return OPEN, f"the logs do not tell what --data={b.settings.get('data')} held"
     if statements(a.script[1], "data") != statements(b.script[1], "data"):
         return OPEN, "data/*.py are the baseline's; the script uses them in other statements: read its diff"
-    return PROVEN, "data/*.py, --data and the script's statements that use them are the baseline's"
+    return PROVEN, "the shards, data/*.py and the script's statements that use them are the baseline's"
 
 
 def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
     if decided := unchanged(a, b, "runtime/", "clock"):
         return decided
-    if untimed(a.script[1]) != untimed(b.script[1]):
-        return OPEN, "runtime/*.py are the baseline's; what the script does while the clock stands is not: read its diff"
-    return PROVEN, "runtime/*.py and what the script does while the clock stands are the baseline's"
+    before, after = untimed(a.script[1]), untimed(b.script[1])
+    if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        return OPEN, f"runtime/*.py are the baseline's; what runs while the clock stands is not: read the diff of {names(differ)}"
+    return PROVEN, "runtime/*.py and the script's functions that run while the clock stands, its classes apart, are the baseline's"
 
 
 def compiler_flags(a: RunLog, b: RunLog) -> tuple[str, str]:
     if not a.sources or not b.sources:
         return OPEN, "logs hold no sources"
-    before, after = (Counter(line for source in log.sources.values() for line in flag_lines(source)) for log in (a, b))
+    before, after = (
+        Counter(line for source in log.sources.values() for line in flag_lines(source))
+        + Counter(COMPILER_VARIABLE.findall(log.facts.get("variables", ""))) for log in (a, b)
+    )  # fmt: skip
     added = [*(after - before)]
     return (BROKEN, f"not in the baseline: {names(added)}") if added else (PROVEN, "none that the baseline has not")
 
@@ -117,12 +135,28 @@ def statements(source: bytes, package: str) -> Counter:
     return found
 
 
-def untimed(source: bytes) -> Counter:
-    """The blocks during which the clock stands: `with run.paused(…)`."""
-    return Counter(
-        ast.dump(node) for node in ast.walk(parsed(source)) if isinstance(node, ast.With)
-        and any(isinstance(x, ast.Attribute) and x.attr == "paused" for item in node.items for x in ast.walk(item))
-    )  # fmt: skip
+def untimed(source: bytes) -> dict[str, str]:
+    """What a script does while the clock stands, by name: the statements before `run.start_clock()`, those `with run.paused(…)`
+    and all that use the clock; then each function that these use, or that one of those uses. Methods are not followed."""
+    tree, found = parsed(source), []
+    for statement in filter(lambda node: isinstance(node, ast.stmt), ast.walk(tree)):
+        for body in (getattr(statement, name, None) for name in BODIES):
+            starts = [i for i, x in enumerate(body) if attributes_of(x) & {"start_clock"}] if isinstance(body, list) else []
+            found += body[: starts[0]] if starts else []
+        nodes = [x for x in ast.iter_child_nodes(statement) if not isinstance(x, ast.stmt)]
+        if CLOCK & {*chain.from_iterable(map(attributes_of, nodes))}:
+            found.append(statement)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    reached, more = {}, found
+    while more:
+        used = {x.id for node in more for x in ast.walk(node) if isinstance(x, ast.Name)} & functions.keys() - reached.keys()
+        more = [functions[name] for name in sorted(used)]
+        reached |= {node.name: ast.dump(node) for node in more}
+    return {"the loop": " ".join(map(ast.dump, found)), **reached}
+
+
+def attributes_of(node: ast.AST) -> set[str]:
+    return {x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)}
 
 
 def flag_lines(source: bytes) -> list[str]:

@@ -62,6 +62,7 @@ FACTS = (
     ("platform", r"^(.+), \d+ ranks$"),
     ("ranks", r", (\d+) ranks$"),
     ("CPU", r"^cpu: (.+)"),
+    ("variables", r"^variables: (.+)"),
 )
 
 
@@ -510,6 +511,11 @@ def made_with(log: RunLog) -> dict[str, str]:
     shared = {name: " then ".join(dict.fromkeys(values)) for name, values in found.items()}
     changes = "\n".join(diff for _, diff in environment_parts(log) if diff)
     return shared | ({"resumption with changed source": changes} if changes else {})
+
+
+def resumed_with_changes(log: RunLog) -> str:
+    """The diffs of the sources with which it was resumed; empty: with the same, or not at all."""
+    return made_with(log).get("resumption with changed source", "")
 
 
 def machines(log: RunLog) -> list[dict[str, str]]:

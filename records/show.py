@@ -2,7 +2,7 @@
 
 from changes import changed, environment_differences, source_diffs
 from groups import Group, folded
-from runlog import RunLog
+from runlog import RunLog, resumed_with_changes
 from tool import clean
 from verdict import figure
 
@@ -100,6 +100,11 @@ def print_changes(a: RunLog, b: RunLog, console) -> None:
     for _, lines in source_diffs(a, b):
         for i, line in enumerate(lines):
             say(console, line, "bold" if i < 2 else colours.get(line[:1]), wrap=False)
+    for log in (a, b):
+        if diff := resumed_with_changes(log):
+            say(console, f"{log.path}: resumed with changed source", "bold", wrap=False)
+            for line in diff.splitlines():
+                say(console, line, colours.get(line[:1]), wrap=False)
     for name, before, after in environment_differences(a, b):
         say(console, f"-{name}: {before}", "red", wrap=False)
         say(console, f"+{name}: {after}", "green", wrap=False)

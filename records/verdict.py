@@ -7,9 +7,10 @@ from collections import Counter
 from datetime import timedelta
 
 import t_tests
+from changes import other_tokens
 from curves import EqualLoss, equal_loss, paces
 from groups import Group, InputError, machine_told, on_several_machines, plural
-from runlog import RunLog, resumed_at, started
+from runlog import RunLog, resumed_at, resumed_with_changes, started
 from t_tests import CONFIDENCE, LEAST_RUNS, MOST_RUNS, POWER, RANGE, Difference, Needed, P, mean, sigma
 
 FAR_APART = timedelta(days=1)  # runs of one machine, if nothing but their dates speaks against it
@@ -147,16 +148,19 @@ def cautions(group: Group) -> list[str]:
     if resumed := [run for run in group.runs if resumed_at(run)]:
         found.append(f"{plural(len(resumed), 'run')} of {group.name} went on from a checkpoint: the first steps after it "
                      f"count in its time")  # fmt: skip
+    if changed := [run for run in group.runs if resumed_with_changes(run)]:
+        found.append(f"{plural(len(changed), 'run')} of {group.name} went on with changed source: the first steps are not its own")
     return found
 
 
 def cautions_of_both(a: Group, b: Group, pairs: bool, why_not: str) -> list[str]:
     found = []
-    before, after = a.runs[0].shards, b.runs[0].shards
-    if not ({*before.values()} <= {*after.values()} or {*before.values()} >= {*after.values()}):  # a longer run reads more
-        names = sorted(name for name in after if after[name] not in before.values())
-        found.append(f"{b.name} read other tokens than {a.name}, in {plural(len(names), 'shard')} such as {names[0]}: neither "
+    if shards := other_tokens(a.runs[0], b.runs[0]):
+        found.append(f"{b.name} read other tokens than {a.name}, in {plural(len(shards), 'shard')} such as {shards[0]}: neither "
                      f"losses nor times compare")  # fmt: skip
+    before, after = (group.runs[0].settings.get("val_tokens") for group in (a, b))
+    if before != after and None not in (before, after):
+        found.append(f"{b.name} was validated on {after} tokens, {a.name} on {before}: losses do not compare")
     n_a, n_b = len(a.runs), len(b.runs)
     if min(n_a, n_b) > 1 and not pairs and (error := t_tests.true_error(n_a, n_b)) > t_tests.UNSAFE * P:
         found.append(f"{n_a} runs against {n_b}: of equal means Welch's test would say p < {P:g} in up to {error:.1%} of "

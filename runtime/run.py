@@ -57,9 +57,9 @@ class Run:
         """Check that all ranks do the same, the checkpoint to resume, the room for new ones; open the log. Raises AgreedError.
         shards: names and contents; the resumed run's must be the same. facts: more lines for the log's environment."""
         s, ranks, self.manager, self.shards, path = self.settings, self.ranks, manager, shards, None
-        sources, run_id = ranks.on_all(self.sources.imported), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        self.logged, run_id = ranks.on_all(self.sources.imported), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         same = {f"--{x}": value for x, value in dataclasses.asdict(s).items() if x not in ("data", "log_dir")} | shards
-        ranks.check_same(same | {x: f"CRC-32 {zlib.crc32(encoded(text)):08x}" for x, text in sources.items()})
+        ranks.check_same(same | {x: f"CRC-32 {zlib.crc32(encoded(text)):08x}" for x, text in self.logged.items()})
         if s.resume:
             path, saved = ranks.on_all(checkpoints.find_checkpoint, s.resume, s.log_dir, s.run_id)
             ranks.on_all(checkpoints.check_recipe, path, saved, manager.own_rows)
@@ -75,7 +75,7 @@ class Run:
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
-        header = checkpoints.resumption_note(path, saved, sources, facts) if s.resume else log_header(sources, facts)
+        header = checkpoints.resumption_note(path, saved, self.logged, facts) if s.resume else log_header(self.logged, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))
         compiles = getattr(s, "compile", False) or ranks.device.type == "cuda"
@@ -187,7 +187,7 @@ class Run:
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
             settings, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
             saved = {"step": step, "seconds": self.clock.before, "run_id": settings.run_id, "log": log, "shards": self.shards}
-            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.sources.imported("replace")}
+            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.logged}
             try:
                 checkpoints.write_checkpoint(path, {**saved, "state": state}, settings.keep_checkpoints)
                 self.unsaved = ""

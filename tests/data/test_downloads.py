@@ -60,7 +60,8 @@ class Hub(ThreadingHTTPServer):
         """A client that went away is part of these tests."""
 
     def gets(self) -> list[tuple[str, str | None]]:
-        return [(path, span) for method, path, span in self.log if method == "GET"]
+        """Of files: the client also asks for what is its own, at times once a day."""
+        return [(path, span) for method, path, span in self.log if method == "GET" and "/resolve/" in path]
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -323,6 +323,17 @@ def test_checked_shards_are_not_replaced_until_others_are_checked(folder, tmp_pa
         pass
 
 
+def test_tokens_that_would_be_trained_on_twice_are_refused(tmp_path):
+    """A copy, or a link, where a run reads both; not where it ends before the second."""
+    write(tmp_path, documents([40] * 10), split="val")
+    write(tmp_path, documents([40] * 60, seed=1), index=0)
+    write(tmp_path, documents([40] * 60, seed=2), index=1)
+    (tmp_path / "x_train_000002.bin").symlink_to(tmp_path / "x_train_000000.bin")
+    check(tmp_path, steps=6)
+    with pytest.raises(DataError, match="x_train_000002.bin: holds the tokens of .*x_train_000000.bin, which would be trained on"):
+        check(tmp_path, steps=12)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Shards that are enough for `check`."""

@@ -252,6 +252,53 @@ def test_a_file_that_cannot_be_read_is_skipped(tmp_path: Path, library: Path, mo
     assert (manifest["files"], manifest["skipped_files"]) == (39, 3)
 
 
+def test_a_file_that_can_be_read_later_is_read_then(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    refused, read, access = library / "shelf0" / "book0.py", Path.read_bytes, os.access
+
+    def read_bytes(path: Path) -> bytes:
+        if path == refused:
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read_bytes)
+        patch.setattr(os, "access", lambda path, mode: path != refused and access(path, mode))
+        for said in ("39 files (3 skipped", "is up to date"):
+            make(monkeypatch, library, tmp_path / "out")
+            assert said in capsys.readouterr().out
+    for said in ("40 files (2 skipped", "is up to date"):
+        make(monkeypatch, library, tmp_path / "out")
+        assert said in capsys.readouterr().out
+
+
+def test_a_file_that_fails_for_another_reason_ends_it(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk or a network file system that may be there again: its text is not left out in silence."""
+    broken, read = library / "shelf0" / "book0.py", Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == broken:
+            raise OSError(5, "Input/output error", f"{path}")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(SystemExit, match=r"error: .*Input/output error: .*book0.py"):
+        make(monkeypatch, library, tmp_path / "out")
+    assert not [*(tmp_path / "out").glob("*.bin")]
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "book.md").write_text("A text that only a link leads to.\n")
+    (library / "linked").symlink_to(tmp_path / "elsewhere")
+    (library / "linked again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "circle").symlink_to(library)
+    make(monkeypatch, library, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    assert (manifest["files"], manifest["skipped_files"]) == (41, 2)
+
+
 def test_what_gives_no_text_is_an_error_with_one_line(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +352,11 @@ def own_shard(output: Path) -> None:
     shutil.copy(output / "local_val_000000.bin", output / "local_val_000009.bin")
 
 
+def own_making(out: Path) -> None:
+    (out / ".making").mkdir()
+    (out / ".making" / "notes.txt").write_text("mine")
+
+
 FOREIGN = {  # what stands in --output, and the message
     "another program's manifest": (lambda out: (out / "manifest.json").write_text('{"name": "app"}'), "not written"),
     "a manifest with another's shards": (
@@ -316,6 +368,7 @@ FOREIGN = {  # what stands in --output, and the message
     "a FIFO for a manifest": (lambda out: put_fifo(out / "manifest.json"), "is a link, a folder or"),
     "a shard that no manifest lists": (own_shard, "local_val_000009.bin is in no manifest.json of this program: choose"),
     "shards without a manifest": (lambda out: (out / "manifest.json").unlink(), "train_000000.bin is in no manifest.json"),
+    "another's folder of our name": (own_making, "notes.txt is not this program's, which makes shards there: move it away"),
     "a FIFO for a lock": (lambda out: put_fifo(out / ".lock"), "is a link, a folder or another thing"),
 }  # fmt: skip
 
@@ -416,6 +469,18 @@ def test_a_full_disk_leaves_the_shards_that_are_there(
     capsys.readouterr()
     make(monkeypatch, library, out, "--shard_tokens", "50_000")
     assert "is up to date" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_enough_is_no_fault(tmp_path: Path, library: Path) -> None:
+    """As with `| true`, when the shards are made and when they are there."""
+    command = [sys.executable, str(SCRIPT), f"--input={library}", f"--output={tmp_path / 'out'}"]
+    for _ in range(2):
+        ours, theirs = os.pipe()
+        os.close(ours)
+        done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True)
+        os.close(theirs)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "out" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("stream", [1, 2])

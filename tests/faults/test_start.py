@@ -311,7 +311,7 @@ def test_ctrl_c_while_it_imports_is_quiet(tmp_path, program, safe):
     assert process.communicate(timeout=60) == (b"", None) and process.returncode == 130
 
 
-@pytest.mark.parametrize("name", ["copy.py", "queue.py", "sample.py", "torch.py"])
+@pytest.mark.parametrize("name", ["copy.py", "queue.py", "sample.py", "tail_averages.py", "torch.py"])
 def test_a_script_that_hides_a_module_is_refused(start, shards, tmp_path, name):
     shutil.copy(SCRIPT, tmp_path / name)
     code, lines, started = start(tmp_path / name, *options(shards, tmp_path))
@@ -329,6 +329,17 @@ def test_so_is_one_beside_the_script(start, shards, tmp_path, monkeypatch, place
         shutil.copy(SCRIPT, tmp_path / name)
     code, lines, started = start(*([] if place == "project" else [idea]), *options(shards, tmp_path))
     assert (code, started) == (1, ()) and len(lines) == 1 and "/copy.py hides the module 'copy'" in lines[0]
+
+
+@pytest.mark.parametrize("beside", ["json/__init__.py", "typing_extensions.py"])
+def test_so_is_a_package_or_a_module_of_an_installed_one(start, shards, tmp_path, beside):
+    """PyTorch imports both."""
+    shutil.copy(SCRIPT, tmp_path / "idea.py")
+    (tmp_path / beside).parent.mkdir(exist_ok=True)
+    (tmp_path / beside).write_text("")
+    code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
+    name = beside.partition("/")[0].removesuffix(".py")
+    assert (code, started) == (1, ()) and len(lines) == 1 and f"hides the module '{name}' that others" in lines[0]
 
 
 def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path):
@@ -362,6 +373,31 @@ def test_an_idea_with_settings_of_its_own_is_checked_by_them(start, shards, tmp_
     assert good[0] == 0 and good[2][1][2:4] == [f"{script}", "--preset=demo"], good[1]
     code, lines, _ = start(script, *options(shards, tmp_path, warmth=-4))
     assert code == 1 and lines[-1] == "warm.py: error: --warmth=-4: must be positive"
+
+
+def test_a_stale_compiled_form_is_not_run(start, shards, tmp_path):
+    """Two texts of one size and second, as two archives leave them."""
+    (tmp_path / "warm.py").write_text(f"import knob\nprint('of text', knob.x)\n{SCRIPT.read_text()}")
+    for text in (1, 2):
+        (tmp_path / "new").write_text(f"x = {text}\n")
+        os.utime(tmp_path / "new", (10**9, 10**9))
+        os.replace(tmp_path / "new", tmp_path / "knob.py")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "dont_write_bytecode", False)
+            patch.delitem(sys.modules, "knob", raising=False)
+            code, lines, _ = start(tmp_path / "warm.py", *options(shards, tmp_path))
+            sys.modules.pop("knob")
+        assert code == 0 and f"of text {text}" in lines, lines
+    assert [*(tmp_path / "__pycache__").glob("knob*")]
+
+
+def test_a_script_elsewhere_needs_a_path_without_a_colon(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "ROOT", tmp_path / "a:b")
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "idea.py").write_text("")
+    code, lines, started = start(tmp_path / "idea.py")
+    said = f"start.py: error: a path with ':', as {tmp_path}/a:b, cannot be in PYTHONPATH: a script elsewhere needs it there"
+    assert (code, started, lines) == (1, (), [said])
 
 
 def test_a_bug_in_the_script_keeps_its_traceback(tmp_path):

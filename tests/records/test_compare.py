@@ -182,25 +182,56 @@ def test_sources_are_compared_by_path():
 # The rules, and the public speedrun's README
 
 
-LOADER = "from data.loader import batches\nimport torch\n"
+BASE = """\
+from data.loader import batches
+import torch
+lr = 1
+def mean(x):
+    return x / 8
+def validate():
+    return mean(0)
+def prepare(run):
+    return warm_up()
+def warm_up():
+    return run
+def step(x):
+    return x
+def train(run):
+    model = prepare(run)
+    run.start_clock()
+    for x in batches(4):
+        with run.paused(1):
+            validate()
+        step(x)
+"""
 SCRIPTS = {
-    "base": LOADER + "for x in batches(4):\n    with run.paused(1):\n        validate()\n",
-    "idea": LOADER + "lr = 2\nfor x in batches(4):\n    with run.paused(1):\n        validate()\n",
-    "data": LOADER + "for x in batches(8):\n    with run.paused(1):\n        validate()\n",
-    "clock": LOADER + "for x in batches(4):\n    with run.paused(1):\n        validate(train())\n",
-    "flag": LOADER
-    + "torch._inductor.config.max_autotune = True\nfor x in batches(4):\n    with run.paused(1):\n        validate()\n",
+    "base": BASE,
+    "idea": BASE.replace("lr = 1", "lr = 2").replace("    return x\n", "    return lr * x\n"),
+    "data": BASE.replace("batches(4)", "batches(8)"),
+    "pause": BASE.replace("validate()\n        step", "validate(step)\n        step"),
+    "stopped": BASE.replace("        step(x)", "        run.clock.stop()\n        step(x)\n        run.clock.start()"),
+    "before": BASE.replace("    run.start_clock()", "    step(0)\n    run.start_clock()"),
+    "validation": BASE.replace("x / 8", "x / 16"),
+    "warm-up": BASE.replace("return run", "return step(run)"),
+    "flag": BASE.replace("lr = 1", "torch._inductor.config.max_autotune = True"),
 }
+SHARDS = "shards: 'd_train_0.bin' 0000000a, 'd_train_1.bin' 0000000b, 'd_val_0.bin' 0000000c"
+TOLD = ENVIRONMENT.replace("SCRIPT ", f"{SHARDS}\nSCRIPT ").replace("lr=0.5", "lr=0.5, val_tokens=8")
+CHANGED = (
+    f"{TOLD}\nresumed at step 4 from a.pt, with changed source, 2 lines of difference\n{TOLD}\n"
+    "--- train_gpt.py, before\n+++ train_gpt.py, now\n@@ -1 +1 @@\n-x = 1\n+x = 2"
+)
 MODULES = {"data/loader.py": b"a = 1\n", "runtime/log.py": b"c = 3\n"}
 
 
 def rule_marks(
-    tmp_path, name, capsys, times=(70_000, 70_500, 71_000), modules=MODULES, base_modules=MODULES, environment=ENVIRONMENT
-):
+    tmp_path, name, capsys, times=(70_000, 70_500, 71_000), modules=MODULES, base_modules=MODULES, environment=TOLD,
+    base_environment=TOLD,
+):  # fmt: skip
     losses = [3.2752, 3.2751, 3.2755]
     folders = []
     for script, times, files, text in (
-        ("base", [80_000, 80_400, 80_200], base_modules, ENVIRONMENT),
+        ("base", [80_000, 80_400, 80_200], base_modules, base_environment),
         (name, times, modules, environment),
     ):
         sources = {"train_gpt.py": SCRIPTS[script].encode(), **files}
@@ -223,19 +254,54 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         (0, "!", {"modules": MODULES | {"data/loader.py": b"a = 2\n"}}),
         (0, "x", {"modules": MODULES | {"data/loader.py": b"a = 1  # one\n"}}),
         (0, " ", {"modules": {}, "base_modules": {}}),
-        (0, " ", {"environment": ENVIRONMENT.replace("lr=0.5", "data='other'")}),
-        (2, " ", {"name": "clock"}),
+        (0, " ", {"environment": TOLD.replace(f"{SHARDS}\n", "")}),
+        (0, " ", {"base_environment": TOLD.replace(f"{SHARDS}\n", "")}),
+        (0, "!", {"environment": TOLD.replace("0000000c", "0000000d")}),
+        (0, "!", {"environment": TOLD.replace("0000000a", "?").replace("0000000b", "0000000a").replace("?", "0000000b")}),
+        (0, "x", {"environment": TOLD.replace("'d_train_1.bin' 0000000b, ", "")}),
+        (0, "!", {"environment": TOLD.replace("val_tokens=8", "val_tokens=16")}),
+        (0, " ", {"environment": CHANGED}),
+        (0, " ", {"base_environment": CHANGED}),
+        (2, " ", {"environment": CHANGED}),
+        (3, " ", {"environment": CHANGED}),
+        (4, " ", {"environment": CHANGED}),
+        (2, " ", {"name": "pause"}),
+        (2, " ", {"name": "stopped"}),
+        (2, " ", {"name": "before"}),
+        (2, " ", {"name": "validation"}),
+        (2, " ", {"name": "warm-up"}),
         (2, "!", {"modules": MODULES | {"runtime/log.py": b"c = 4\n"}}),
         (3, "!", {"name": "flag"}),
+        (3, "!", {"environment": TOLD.replace("attention:", "variables: TORCHINDUCTOR_MAX_AUTOTUNE='1'\nattention:")}),
+        (3, "x", {"environment": TOLD.replace("attention:", "variables: NCCL_DEBUG='INFO'\nattention:")}),
         (5, "!", {"times": (90_000, 90_500, 91_000)}),
-        (5, "!", {"environment": ENVIRONMENT.replace("6.8", "6.9")}),
-        (6, "!", {"environment": ENVIRONMENT.replace("seed=0", "seed= 0")}),
-        (6, " ", {"environment": ENVIRONMENT.replace("seed=0", "x=0")}),
+        (5, "!", {"environment": TOLD.replace("6.8", "6.9")}),
+        (6, "!", {"environment": TOLD.replace("seed=0", "seed= 0")}),
+        (6, " ", {"environment": TOLD.replace("seed=0", "x=0")}),
     ],
 )
 def test_what_is_not_proven_or_broken_is_marked(tmp_path, capsys, rule, mark, options):
     marks, lines = rule_marks(tmp_path, **{"name": "idea", "capsys": capsys, **options})
     assert marks[rule] == mark, lines[rule]
+
+
+def test_the_rule_of_the_clock_names_what_to_read(tmp_path, capsys):
+    _, lines = rule_marks(tmp_path, "stopped", capsys)
+    assert lines[2].endswith("what runs while the clock stands is not: read the diff of the loop")
+    _, lines = rule_marks(tmp_path / "two", "validation", capsys)
+    assert lines[2].endswith("read the diff of mean")
+
+
+def test_runs_that_went_on_with_changed_source_say_so(tmp_path, capsys):
+    folders = [write_runs(tmp_path / name, [80_000, 80_400], [3.27, 3.28], environment=environment)
+               for name, environment in (("a", TOLD), ("b", CHANGED))]  # fmt: skip
+    compare.main([*folders, "--source"])
+    out = capsys.readouterr().out
+    assert "b changes: resumed with changed source, 2 lines of difference" in out
+    assert "2 runs of b went on with changed source: the first steps are not its own" in out
+    assert f"{folders[1]}/0.txt: resumed with changed source\n--- train_gpt.py, before\n" in out and "\n+x = 2\n" in out
+    compare.main(folders[::-1])
+    assert "a changes: b was resumed with changed source, 2 lines of difference" in capsys.readouterr().out
 
 
 def test_the_snippet_runs_and_prints_its_own_comments(two_groups, capsys):

@@ -68,6 +68,31 @@ def test_a_loss_gain_in_steps_and_seconds_by_hand(two):
     assert pairs.mean == pytest.approx(difference) and pairs.freedom == differences.df == 2
 
 
+def test_a_slope_over_more_steps_does_not_count(tmp_path, two):
+    """Of runs validated at their start and end alone: the loss fell faster then."""
+    other, known = gather_validated(tmp_path, {0, 400}), gather_validated(tmp_path, {0, 360, 400})
+    found = [curves.equal_loss(two[0], group, comparable=True, pairs=False) for group in (other, known)]
+    assert found[0].over == found[1].over == 40
+    slopes = np.array(SLOPES)
+    assert found[0].slope == pytest.approx(slopes[0].mean()) and found[1].slope == pytest.approx(slopes.mean())
+    assert found[0].slope_error == pytest.approx(slopes[0].std(ddof=1) / math.sqrt(3), rel=1e-6)
+    back = curves.equal_loss(other, two[0], comparable=True, pairs=False)
+    assert back.slope == found[0].slope and back.over == 40
+    near = gather_validated(tmp_path, {0, 350, 400})
+    assert curves.equal_loss(two[0], near, comparable=True, pairs=False).slope == pytest.approx(slopes.mean())
+
+
+def gather_validated(folder, at):
+    """Runs of the second group that were validated at these steps alone."""
+    folder = folder / f"at {sorted(at)}"
+    folder.mkdir()
+    for i, (slope, time, loss) in enumerate(zip(SLOPES[1], TIMES[1], LOSSES[1], strict=True)):
+        lines = [f"step:{step}/400 val_loss:{loss + slope * (400 - step) + (5 if step == 0 else 0):.4f} "
+                 f"train_time:{time * step / 400:.0f}ms step_avg:1.00ms\n" for step in sorted(at)]  # fmt: skip
+        (folder / f"{i}.txt").write_bytes(make_log(environment=ENVIRONMENT.replace("seed=0", f"seed={i}"), lines="".join(lines)))
+    return gather(folder.name, str(folder))
+
+
 def test_the_verdict_tells_it(two):
     """Slower, but lower: faster at equal loss; the figures of the sentence are those above."""
     said = verdict.compare(two, 3.28)[1]["verdict"]

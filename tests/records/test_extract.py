@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from made_logs import ROOT, SOURCES, make_log, step_lines
+from made_logs import ENVIRONMENT, ROOT, SOURCES, make_log, step_lines
 
 import extract
 from runlog import read_log
@@ -28,6 +28,16 @@ def test_every_source_is_written_to_its_path(tmp_path, capsys):
     assert tree(folder) == sources
     *paths, how = capsys.readouterr().out.splitlines()
     assert paths == [str(folder / name) for name in sources] and how == f"run it: ./run.sh '{folder}/my ideas/idea.py'"
+
+
+def test_a_run_that_went_on_with_other_sources_is_told(tmp_path, capsys):
+    diff = "--- script before\n+++ script now\n@@ -1 +1 @@\n-x = 1\n+x = 2"
+    changed = f"{ENVIRONMENT}\nresumed at step 4 from a.pt, with changed source, 2 lines of difference\n{ENVIRONMENT}\n{diff}"
+    for name, environment, told in (("a", ENVIRONMENT, False), ("b", changed, True)):
+        (tmp_path / f"{name}.txt").write_bytes(make_log(environment=environment))
+        extract.main([str(tmp_path / f"{name}.txt"), str(tmp_path / name)])
+        said = "the run began with these sources; it was resumed with others: the log's header has the diff\n"
+        assert (said in capsys.readouterr().out) == told
 
 
 def test_no_file_is_overwritten_unless_forced(tmp_path):

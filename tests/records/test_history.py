@@ -1,5 +1,8 @@
 """The pages in records/ are made from the logs and the metadata beside them."""
 
+import fcntl
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -177,6 +180,43 @@ def test_an_authors_own_text_stays(tmp_path, root):
         ):
             history.main([], root)
         assert readme.read_text() == broken
+
+
+def test_so_do_its_line_breaks(tmp_path, root):
+    add(root, "1_A", write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28]))
+    readme, toml = root / "1_A" / "README.md", root / "1_A" / "record.toml"
+    text = readme.read_text()
+    windows = text.replace(f"{history.PAGE_BEGIN}\n", f"{history.PAGE_BEGIN}\r\n")
+    for mine in (f"My words.\r\n\r\n{text}\r\nMore.\r\n", f"My words.\r\n{windows}"):
+        readme.write_bytes(mine.encode())
+        toml.write_text(toml.read_text() + "\n")
+        history.main([], root)
+        assert readme.read_bytes().startswith(b"My words.\r\n") and readme.read_bytes().endswith(mine[-8:].encode())
+        history.main(["--check"], root)
+
+
+def test_a_log_that_a_folder_would_hide_is_refused(tmp_path, root):
+    folder = Path(write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28]))
+    (folder / "1.txt").rename(folder / "1.out")
+    with pytest.raises(SystemExit, match=r"1.out: a record's logs are \*.txt or \*.log; rename it"):
+        add(root, "1_A", folder / "0.txt", folder / "1.out")
+    assert sorted(path.name for path in root.iterdir()) == ["README.md"]
+
+
+def test_two_records_at_once_are_both_in_the_table(tmp_path, root):
+    """Each waits for the other: the second reads what the first has written."""
+    alone = os.open(root, os.O_RDONLY)
+    fcntl.flock(alone, fcntl.LOCK_EX)
+    runs = write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28])
+    thread = threading.Thread(target=add, args=(root, "1_A", runs))
+    thread.start()
+    try:
+        thread.join(0.5)
+        assert thread.is_alive() and not (root / "1_A").exists()
+    finally:
+        os.close(alone)
+        thread.join(60)
+    assert "1_A" in (root / "README.md").read_text()
 
 
 def test_the_pages_in_records_are_up_to_date():

@@ -41,6 +41,8 @@ OTHER = {
     "a field": ("class A:\n    x = 1\n", "class A:\n    x: int = 1\n"),
     "a field's type": ("class A:\n    x: int = 1\n", "class A:\n    x: float = 1\n"),
     "an annotation under a decorator": ("@jit\ndef f(n):\n    pass\n", "@jit\ndef f(n: constexpr):\n    pass\n"),
+    "an annotation in what is decorated": ("@jit\ndef f():\n    n = 1\n", "@jit\ndef f():\n    n: constexpr = 1\n"),
+    "in a function within it": ("@jit\ndef f():\n def g(n): n\n", "@jit\ndef f():\n def g(n: constexpr): n\n"),
     "what is computed for the run id": ("run_id = f'{a}'\n", "run_id = f'{b}'\n"),
     "a seed that is computed": ("seed = f(0)\n", "seed = f(1)\n"),
     "a tuple with a seed": ("seed, x = 0, 1\n", "seed, x = 0, 2\n"),

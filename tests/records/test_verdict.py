@@ -163,6 +163,8 @@ SHARDS = {  # of the runs compared with those of 'a_val_0.bin' 0000000a, 'a_trai
     "no word on them": ("", ""),
     "made again": ("'a_val_0.bin' 0000000c, 'a_train_0.bin' 0000000b", "a_val_0.bin"),
     "others of other names": ("'b_val_0.bin' 0000000c", "b_val_0.bin"),
+    "trained on what validates the other": ("'a_val_0.bin' 0000000a, 'a_train_0.bin' 0000000a", "a_train_0.bin"),
+    "in another order": ("'a_val_0.bin' 0000000a, 'a_train_0.bin' 0000000c, 'a_train_1.bin' 0000000b", "a_train_0.bin"),
 }
 
 
@@ -174,6 +176,14 @@ def test_other_tokens_are_held_against_a_comparison(tmp_path, case):
     told = [caution for caution in verdict.compare([a, b], 3.28)[1]["cautions"] if "other tokens" in caution]
     said = f"b read other tokens than a, in 1 shard such as {SHARDS[case][1]}: neither losses nor times compare"
     assert told == ([said] if SHARDS[case][1] else [])
+
+
+def test_losses_of_other_validation_tokens_are_held_against_a_comparison(tmp_path):
+    a, b, c = (runs(tmp_path / name, TIMES, environment=ENVIRONMENT.replace("lr=0.5", f"lr=0.5, {more}"))
+               for name, more in (("a", "val_tokens=8"), ("b", "val_tokens=16"), ("c", "x=8")))  # fmt: skip
+    cautions = [row["cautions"] for row in verdict.compare([a, b, c], 3.28)]
+    assert "b was validated on 16 tokens, a on 8: losses do not compare" in cautions[1]
+    assert not any("validated" in caution for caution in cautions[2])
 
 
 def test_runs_that_failed_are_in_the_verdict(tmp_path):

@@ -183,9 +183,10 @@ def tree(tmp_path, monkeypatch):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("" if "__init__" in name else f"# {name}\n")
 
-    def load(path: Path) -> None:
-        monkeypatch.setitem(sys.modules, f"loaded_{path.stem}", None)
-        load_script(path, f"loaded_{path.stem}")
+    def load(path: Path, name: str = "") -> None:
+        name = name or f"loaded_{path.stem}"
+        monkeypatch.setitem(sys.modules, name, None)
+        load_script(path, name)
 
     return root, load
 
@@ -216,13 +217,12 @@ def test_a_file_that_cannot_be_read_is_none_but_the_script(tree, monkeypatch):
 
 
 def test_a_source_that_no_log_can_hold_is_named(tree):
-    """Python reads it by its first line; a log would hold another program. A checkpoint's copy, made later, may."""
+    """Python reads it by its first line; a log would hold another program."""
     root, load = tree
     (root / "idea.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe9'\n")
     sources, said = Sources(root / "idea.py"), "idea.py, byte 31: is not UTF-8: save it as UTF-8"
     with pytest.raises(ValueError, match=rf"{root}/{said}"):
         sources.imported()
-    assert sources.imported("replace") == {"idea.py": "# -*- coding: latin-1 -*-\nx = '\ufffd'\n"}
 
 
 def test_so_it_is_by_a_rank_that_torchrun_starts(shards, tmp_path, monkeypatch, capsys):
@@ -249,19 +249,66 @@ def test_what_a_step_imports_later_is_held_too(tree, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     texts = {
-        "script.py": "import os, first\ndef step():\n    from package.part import f\n    import second as x, torch\n",
-        "first.py": "\n",
-        "second.py": "# import unused\nfrom other import (\n    g)\n",
+        "script.py": "import os, first\ndef step():\n    from package.part import f\n    import torch as t, second as x\n",
+        "first.py": "if True: import third\npass; import fourth\ntry:\n    1\nexcept OSError:\n    from \\\n        fifth import x\n",
+        "second.py": "# import unused\nfrom other import (\n    g)\n'''\nimport unused\n'''\n",
+        "third.py": "match 1:\n    case 1:\n        from package import (\n            listed,\n        )\n",
+        "fourth.py": "\n",
+        "fifth.py": "import unused.py = no Python\n",
         "other.py": "\n",
         "package/__init__.py": "\n",
-        "package/part.py": "if True:\n\tfrom package import neighbour\n",
+        "package/part.py": "if True:\n\tfrom . import neighbour\n\tfrom .inner.deep import x\n",
         "package/neighbour.py": "\n",
+        "package/listed.py": "\n",
+        "package/inner/deep.py": "from .. import up\n",
+        "package/up.py": "\n",
         "unused.py": "\n",
     }
     for name, text in texts.items():
         (mine / name).parent.mkdir(exist_ok=True)
         (mine / name).write_text(text)
     assert Sources(mine / "script.py").imported() == {name: text for name, text in texts.items() if name != "unused.py"}
+
+
+@pytest.mark.parametrize("place", ["a_before_the_project", "z_after_it"])
+def test_of_two_files_of_a_name_the_log_holds_the_one_that_takes_part(tree, tmp_path, place):
+    """Beside a script outside of the project, and in it: loaded already, imported later, in a package that one of them has."""
+    root, load = tree
+    mine = tmp_path / place
+    for name in ("early.py", "late.py", "package/__init__.py", "package/part.py", "folder/x.py", "folder/y.py"):
+        for folder in (root, mine):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(f"# {folder.name}\n")
+    (mine / "package" / "__init__.py").unlink()  # so that the project's package is found
+    (mine / "folder" / "y.py").unlink()
+    text = "def step():\n    import early, late, package.part, folder.x, folder.y\n"
+    (mine / "script.py").write_text(text)
+    load(root / "early.py", "early")
+    of_project = ("early.py", "package/__init__.py", "package/part.py", "folder/y.py")
+    expected = {name: f"# {root.name}\n" for name in of_project} | {name: f"# {place}\n" for name in ("late.py", "folder/x.py")}
+    found = Sources(mine / "script.py")
+    assert found.imported() == {"script.py": text, **dict(sorted(expected.items()))}
+    load(root / "late.py", "under_another_name")
+    with pytest.raises(ValueError, match="late.py both take part, and a log has one late.py: rename one"):
+        found.imported()
+
+
+def test_a_link_beside_the_script_is_held_wherever_it_leads(tree, tmp_path):
+    """A file, a folder, and both of a project that is itself reached by a link."""
+    root, load = tree
+    (tmp_path / "shared").mkdir()
+    for name in ("helper.py", "part.py"):
+        (tmp_path / "shared" / name).write_text(f"# shared {name}\n")
+    (root / "helper.py").symlink_to(tmp_path / "shared" / "helper.py")
+    (root / "linked").symlink_to(tmp_path / "shared")
+    (tmp_path / "way").symlink_to(root)
+    expected = {"idea.py": "# idea.py\n", "helper.py": "# shared helper.py\n", "linked/part.py": "# shared part.py\n"}
+    load(root / "helper.py")
+    load(root / "linked" / "part.py")
+    assert Sources(root / "idea.py").imported() == expected
+    load(tmp_path / "way" / "helper.py")
+    load(tmp_path / "shared" / "part.py")
+    assert Sources(root / "idea.py").imported() == {name: text for name, text in expected.items() if name != "linked/part.py"}
 
 
 def test_installed_packages_and_generated_code_are_no_sources(tree, tmp_path, monkeypatch):

@@ -1,0 +1,21 @@
+"""What a log tells of the machine: variables that change what is computed, and no path."""
+
+import os
+
+import torch
+
+from launch.machine import VARIABLES, machine_facts
+
+
+def test_variables_that_change_what_is_computed_are_told(monkeypatch):
+    for name in ("TORCHINDUCTOR_MAX_AUTOTUNE", "NCCL_ALGO", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "SECRET_TOKEN"):
+        monkeypatch.setenv(name, "/a/path" if name.endswith("DIR") else "1\n2")
+    told = [line for line in machine_facts(torch.device("cpu"), 1) if line.startswith("variables: ")]
+    assert len(told) == 1 and r"NCCL_ALGO='1\n2', " in told[0] and r"TORCHINDUCTOR_MAX_AUTOTUNE='1\n2'" in told[0]
+    assert not any(word in told[0] for word in ("OMP", "/a/path", "SECRET"))
+
+
+def test_without_them_there_is_no_such_line(monkeypatch):
+    for name in filter(VARIABLES.fullmatch, [*os.environ]):
+        monkeypatch.delenv(name)
+    assert not any(line.startswith("variables: ") for line in machine_facts(torch.device("cpu"), 1))
