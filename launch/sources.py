@@ -11,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
+INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 LIBRARIES = {Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")}
 
 
@@ -87,9 +88,11 @@ class Sources:
             raise ValueError(f"{path}, byte {error.start}: is not UTF-8: save it as UTF-8") from None
 
     def _ours(self, file: str) -> Path | None:
+        if not file.endswith(".py") or INSTALLED.search(file):  # nearly all
+            return None
         for path in places(file):  # a link that lies beside the script counts, wherever its end
-            beside = file.endswith(".py") and (path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent))
-            installed = {"site-packages", "dist-packages"} & {*path.parts} or any(path.is_relative_to(x) for x in LIBRARIES)
+            beside = path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent)
+            installed = INSTALLED.search(f"{path}") or any(path.is_relative_to(x) for x in LIBRARIES)
             if beside and not installed and (path in self.contents or path.is_file()):
                 return path
         return None
@@ -116,10 +119,11 @@ def folders_of(module: str, folders: Sequence[Path]) -> Sequence[Path]:
     return [folder for path, folder in files.items() if path.is_file()][:1] or folders  # else folders without __init__.py
 
 
-def places(file: str) -> tuple[Path, Path, Path]:
+def places(file: str) -> Iterator[Path]:
     """Where a file is said to lie; where its folder does; and where it does: links lead from one to the next."""
-    path = Path(os.path.abspath(file))
-    return path, path.parent.resolve() / path.name, path.resolve()
+    yield (path := Path(os.path.abspath(file)))
+    yield path.parent.resolve() / path.name
+    yield path.resolve()
 
 
 def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -> None:
