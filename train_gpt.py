@@ -401,16 +401,21 @@ MOMENTUM_LOW, MOMENTUM_HIGH = 0.85, 0.95
 def check_tables() -> None:
     """Raise ValueError, naming the row, if LAYERS or STAGES cannot be what is meant."""
     for i, layer in enumerate(LAYERS):
-        window, gate, add = layer.window, layer.value_gate, layer.add
+        window, gate, add, earlier = layer.window, layer.value_gate, layer.add, [x.keep for x in LAYERS[:i]]
+        without = not window and (gate or layer.paired or layer.key_offset)
         raise_first(
             (window not in ("", "short", "long"), f"LAYERS, layer {i}: there is no window {window!r}"),
             (not 0 <= gate <= GATE_DIM, f"LAYERS, layer {i}: value_gate is {gate}, must be 0 to {GATE_DIM}"),
-            (add and add not in [x.keep for x in LAYERS[:i]], f"LAYERS, layer {i}: none keeps {add!r}"),
+            (without, f"LAYERS, layer {i}: paired, key_offset and value_gate are of attention, needs a window"),
+            (add and add not in earlier, f"LAYERS, layer {i}: none keeps {add!r}"),
+            (layer.keep and layer.keep in earlier, f"LAYERS, layer {i}: {layer.keep!r} is kept by one before"),
         )
     ends = [0.0, *(stage.until for stage in STAGES)]
+    longs = [long for long, _ in itertools.groupby(stage.long for stage in (*STAGES, EXTENSION))]
     uneven = [i for i, stage in enumerate(STAGES, 1) if len(stage.mtp_first) != len(stage.mtp_last)]
     raise_first(
         (ends != sorted(set(ends)) or ends[-1] != 1, f"STAGES: until must rise and end at 1, is {ends[1:]}"),
+        (len(longs) > len({*longs}), f"STAGES, EXTENSION: a long window cannot come back (YaRN), is {longs}"),
         (uneven, f"STAGES, stage {uneven}: mtp_first and mtp_last must have as many weights"),
     )
 
@@ -1028,8 +1033,7 @@ def stage_at(step: int, scheduled: int) -> tuple[Stage, float]:
 
 def lr_multiplier(step: int, scheduled: int) -> float:
     """The stage's; from LR_DECAY_FROM on it falls, linearly, to LR_FLOOR at the end of the scheduled steps."""
-    begin = int(LR_DECAY_FROM * scheduled)
-    weight = min(1.0, max(0.0, (scheduled - step) / (scheduled - begin)))
+    weight = min(1.0, max(0.0, (scheduled - step) / max(1, scheduled - int(LR_DECAY_FROM * scheduled))))
     return stage_at(step, scheduled)[0].lr * weight + LR_FLOOR * (1 - weight)
 
 
@@ -1078,12 +1082,11 @@ class TrainingManager:
         coming = step_schedule(step, self.h)
         at, to = self.windows.index(self.yarn_window), self.windows.index(coming.yarn_window)
         if to < at:
-            message = f"step {step} has a long window of {coming.yarn_window} tokens"
-            raise ValueError(f"{message}, but YaRN is already at {self.yarn_window}")
+            raise ValueError(f"step {step} has a long window of {coming.yarn_window} tokens, YaRN is at {self.yarn_window}")
         for old, new in itertools.pairwise(self.windows[at : to + 1]):
             self.model.extend_windows(old, new)
         self.current, self.yarn_window = coming, coming.yarn_window
-        weights = torch.tensor(self.current.mtp_weights, dtype=torch.float32)
+        weights = torch.tensor(coming.mtp_weights, dtype=torch.float32)
         self.mtp_weights = weights.to(self.model.embed.device, non_blocking=True)
 
     def forward_schedule(self) -> ForwardSchedule:
@@ -1110,13 +1113,12 @@ class TrainingManager:
 
     def layout(self, step: int) -> dict[str, Any]:
         """What the state of all ranks together is at the start of `step`: shapes and dtypes alone."""
-        optimizer, due = self.optimizer, step_schedule(step, self.h).do_adam
+        optimizer, left = self.optimizer, step > 0 and not step_schedule(step - 1, self.h).do_adam
         whole, pending = {}, {}
         for label, param in optimizer.params.items():
             n, like = optimizer.num_rows(label), optimizer.wide_grads.get(label, param.data)
-            all_rows = lambda x: x.new_empty(n, *x.shape[1:], device="meta")
-            whole[label] = map_tensors(all_rows, optimizer.state[label])
-            if due and not optimizer.table[label].every_step:
+            whole[label] = map_tensors(lambda x: x.new_empty(n, *x.shape[1:], device="meta"), optimizer.state[label])
+            if left and not optimizer.table[label].every_step:
                 pending[label] = like.new_empty(param.shape, device="meta")
         return self._arrange(whole, pending)
 
@@ -1154,10 +1156,8 @@ class TrainingManager:
             faults.append(f"same.tied is {same['tied']}, must be {tied} at step {step}")
         if same["yarn_window"] not in self.windows:
             faults.append(f"same.yarn_window is {same['yarn_window']}, must be one of {self.windows}")
-        for label, values in {**same["optimizer"], **state["sharded"]}.items():
-            if values.get("step", 0) < 0:
-                faults.append(f"the step of {label} is {values['step']}, must be 0 or more")
-        return faults
+        counts = {label: values.get("step", 0) for label, values in {**same["optimizer"], **state["sharded"]}.items()}
+        return faults + [f"the step of {label} is {n}, must be 0 or more" for label, n in counts.items() if n < 0]
 
 
 # -----------------------------------------------------------------------------

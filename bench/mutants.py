@@ -42,6 +42,9 @@ class Mutant(NamedTuple):
 
 CHANGES = {  # by file: what, tests, old, new
     "train_gpt.py": (
+        ("a checkpoint holds what its own step will need",
+         "recipe/schedule::test_so_it_is_of_an_idea_that_updates_by_adam_in_other_steps",
+         "step > 0 and not step_schedule(step - 1, self.h).do_adam", "step_schedule(step, self.h).do_adam"),
         ("a rank that is through ends with its interpreter", "faults/running", '    leave("", 0)  # at', "    pass  # at"),
         ("the validation loss times 1.001", "recipe/losses",
          "return sum(ranks.gather(total.item()))", "return 1.001 * sum(ranks.gather(total.item()))"),
@@ -309,7 +312,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("an empty text is a value", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
          "        if not given:\n", "        if None:\n"),
         ("what an encoding lacks closes the console", "faults/running::test_what_a_console_cannot_show_is_replaced",
-         '.encode(encoding, "replace")', ".encode(encoding)"),
+         'if escapes else "replace")', 'if escapes else "strict")'),
         ("what a console lacks is not told", "faults/running::test_a_console_that_stops_does_not_stop_a_run_and_says_what_it_lacks",
          "if lost := _lost.pop(stream, 0):", "if lost := None:"),
         ("a line that was taken in part is lost", "faults/running::test_a_console_that_stops_does_not_stop_a_run_and_says_what_it_lacks",

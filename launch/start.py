@@ -33,7 +33,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -197,7 +197,7 @@ def ranks_asked() -> int | None:
 def load(path: Path) -> ModuleType:
     """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
     begun = time.monotonic() - process_age()
-    drop_stale_caches({path.parent, ROOT})
+    drop_stale_caches({file for folder in (path.parent, ROOT) for pattern in ("*.py", "*/*.py") for file in folder.glob(pattern)})
     try:
         import numpy, torch  # noqa: E401, F401
 
@@ -228,10 +228,10 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def drop_stale_caches(folders: set[Path]) -> None:
-    """Remove the compiled form of each file that came to its place after it had been compiled. Python looks at the size and the
-    second of the last edit alone, and runs the old one where both are the same: those of two archives, or of a quick edit."""
-    for path in {path for folder in folders for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern)}:
+def drop_stale_caches(sources: Iterable[Path]) -> None:
+    """Remove the compiled form of each source that came to its place after it had been compiled. Python looks at the size and
+    the second of the last edit alone, and runs the old one where both are the same: of two archives, or after a quick edit."""
+    for path in sources:
         with contextlib.suppress(OSError):  # there is none, or it is not ours to remove
             cache = importlib.util.cache_from_source(path)
             if os.stat(cache).st_mtime_ns <= os.stat(path).st_ctime_ns:
@@ -270,6 +270,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     s.check(ranks)
     if hasattr(script, "SOURCES"):
         script.SOURCES.imported()  # that a log can hold them
+        drop_stale_caches(getattr(script.SOURCES, "contents", ()))
     if not is_given("data", options):
         make_data(MAKERS.get(s.data), options)
     options = options + project_paths(s, options)

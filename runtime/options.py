@@ -25,7 +25,7 @@ def check_values(settings: Any) -> None:
     """Raise ValueError, naming the option, for a value that is outside of its field's limits."""
     types = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
-        value, least, choices = getattr(settings, field.name), field.metadata["least"], field.metadata["choices"]
+        value, least, choices = getattr(settings, field.name), field.metadata.get("least", 1), field.metadata.get("choices")
         if types[field.name] is int and not least <= value < 2**40:
             limit = "below 2**40" if value >= least else f"{least} or more" if least != 1 else "positive"
             raise ValueError(f"--{field.name}={value}: must be {limit}")
@@ -50,9 +50,9 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
     parser.add_argument("--preset", choices=presets, default=preset, help="sizes and schedule to start from")
     for field in dataclasses.fields(settings):
         others = "".join(f"; {name}: {changes[field.name]}" for name, changes in presets.items() if field.name in changes)
-        meaning = f"{field.metadata['meaning']} ({field.default!r}{others})".replace("%", "%%")
+        meaning = f"{field.metadata.get('meaning', '')} ({field.default!r}{others})".replace("%", "%%")
         kind = get_type_hints(settings)[field.name]
-        taken = {bool: boolean, str: str if "empty:" in meaning else not_empty(field.metadata["meaning"])}
+        taken = {bool: boolean, str: str if "empty:" in meaning else not_empty(field.metadata.get("meaning", ""))}
         how = dict(type=taken.get(kind, kind), metavar=kind.__name__.upper())
         parser.add_argument(f"--{field.name}", **how, default=argparse.SUPPRESS, help=meaning)
     given = vars(parser.parse_args(argv))

@@ -1,11 +1,13 @@
 """The schedule is its table's, for any number of steps; the manager's state follows it, and comes back."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 import torch
 
+import train_gpt
 from common import add_gradients, short_schedule, tiny_gpt, unequal
 from runtime.checkpoints import differences
 from train_gpt import (
@@ -238,6 +240,18 @@ def test_layout_is_the_shape_of_the_state_at_every_step() -> None:
     for step in range(14):
         state, layout = manager.state_dict(), manager.layout(step)
         assert differences(state, layout) == [] and manager.contradictions(state, step) == []
+        run_steps(manager, step, step + 1)
+
+
+@pytest.mark.parametrize("due", [lambda step: True, lambda step: step % 3 == 2, lambda step: step % 4 != 1])
+def test_so_it_is_of_an_idea_that_updates_by_adam_in_other_steps(monkeypatch: pytest.MonkeyPatch, due: Callable) -> None:
+    """What is pending is what the step before has left."""
+    schedule = step_schedule
+    monkeypatch.setattr(train_gpt, "step_schedule", lambda step, h: schedule(step, h)._replace(do_adam=due(step)))
+    monkeypatch.setattr(train_gpt, "split_step", lambda scheduled: 100)
+    manager = TrainingManager(tiny_gpt(torch.bfloat16), short_schedule())
+    for step in range(8):
+        assert differences(manager.state_dict(), manager.layout(step)) == []
         run_steps(manager, step, step + 1)
 
 

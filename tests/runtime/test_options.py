@@ -108,12 +108,13 @@ class Settings:
     steps: int = setting(3, "steps")
     rate: float = setting(0.5, "rate")
     loud: bool = setting(False, "loud")
+    plain: int = 4
 """
     module = types.ModuleType("idea")
     sys.modules["idea"] = module
     exec(source, module.__dict__)
     found = parse_options(module.Settings, {"record": {}}, "record", ["--steps=7", "--rate=0.25", "--loud=true"])
-    assert (found.steps, found.rate, found.loud) == (7, 0.25, True)
+    assert (found.steps, found.rate, found.loud, found.plain) == (7, 0.25, True, 4)
     found.steps = 0
     with pytest.raises(ValueError, match="--steps=0: must be positive"):
         check_values(found)
