@@ -20,6 +20,11 @@ from typing import Any
 
 import torch
 
+if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
+    early = argparse.ArgumentParser(add_help=False)
+    early.add_argument("--script", type=Path, default=Path(__file__))
+    sys.path.insert(0, f"{early.parse_known_args()[0].script.resolve().parent}")
+
 from data.encodings import decode, encode
 from data.loader import first_documents
 from launch.console import guard_console, printable, until_reader_leaves

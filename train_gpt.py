@@ -1247,8 +1247,7 @@ def validate(step: int, manager: TrainingManager, run: Run) -> float:
     """Mean next-token loss of the validation tokens, in nats; meaningless if a signal cuts it short."""
     model, h, ranks = manager.model.eval(), manager.h, run.ranks
     manager.advance_schedule(step)
-    share = h.micro_batches // ranks.world_size  # of each validation batch, this rank's
-    steps = h.val_tokens // h.val_batch_tokens
+    share, steps = h.micro_batches // ranks.world_size, h.val_tokens // h.val_batch_tokens  # micro-batches of a step
     opened = functools.partial(micro_batches, h, ranks, False, max_doc_len=manager.max_val_doc_len)
     batches = run.ahead(opened, share, steps)
     total = torch.zeros((), device=ranks.device)
@@ -1290,6 +1289,7 @@ def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run
     """This rank's micro-batches of a step: their gradients are pending, their multi-token loss on its way."""
     ranks, schedule, share = run.ranks, manager.current, manager.h.micro_batches // run.ranks.world_size
     tokens, total = schedule.batch_tokens // ranks.world_size, torch.zeros((), device=ranks.device)
+    torch.manual_seed(hash((manager.h.seed, step, ranks.rank)))  # an idea draws the same after a resumption
     for i, batch in enumerate(itertools.islice(batches, share)):
         loss = manager.model(*to_device(batch, ranks.device), manager.forward_schedule())
         total += loss.detach()

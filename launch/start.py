@@ -171,7 +171,7 @@ def console(text: str, stream: str = "stdout") -> None:
 def find_script(given: list[str]) -> tuple[Path, list[str]]:
     """The script, and the options after it: where the user stands, else in the project; if none is given, the project's own.
     Raises LaunchError."""
-    named = bool(given) and given[0].endswith(".py")
+    named = bool(given) and given[0].endswith(".py") and not given[0].startswith("-")
     first, options = (given[0], given[1:]) if named else (f"{ROOT / 'train_gpt.py'}", given)
     path = next((path for folder in (Path.cwd(), ROOT) if (path := folder / first).is_file()), None)
     if path is None:
@@ -179,7 +179,8 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
         raise LaunchError(f"no such script: {first}, in {places}", 1)
     packages = (file.parent for file in path.parent.glob("*/__init__.py"))
     for file in (path, *path.parent.glob("*.py"), *packages, *ROOT.glob("*.py")):  # found in place of Python's own modules
-        if file.stem in sys.stdlib_module_names - {"test"} or file is path and file.stem in IMPORTED:
+        own = file is path and file.stem in IMPORTED or file.name in ("data.py", "launch.py", "runtime.py")
+        if own or file.stem in sys.stdlib_module_names - {"test"}:
             raise LaunchError(HIDES.format(file, file.stem), 1)
     if os.pathsep in f"{ROOT}" and not path.resolve().is_relative_to(ROOT):  # which then comes from PYTHONPATH
         raise LaunchError(f"a path with {os.pathsep!r}, as {ROOT}, cannot be in PYTHONPATH: a script elsewhere needs it there", 1)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import compare
 import tool
+from launch.sources import Sources
 from runlog import read_log
 from tool import ROOT, clean
 
@@ -47,9 +48,14 @@ def names_of(scripts: list[Path]) -> list[str]:
 
 
 def sources(scripts: list[Path]) -> dict[str, str]:
-    """The digest of each file that a run may import: the project's, and those beside the scripts."""
+    """The digest of each file that a run may import: the project's, those beside the scripts, and what import statements name."""
     folders = {ROOT, *(ROOT / name for name in ("data", "launch", "runtime")), *(script.parent for script in scripts)}
     files = {path for folder in folders for path in folder.glob("*.py")}
+    for script in scripts:
+        found = Sources(script)
+        with contextlib.suppress(ValueError):  # a log could not hold them: the run says so
+            found.imported()
+        files |= {path for path in found.named if not path.is_relative_to(ROOT / "records")}  # this process's own
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 
 

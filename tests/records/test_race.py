@@ -44,7 +44,9 @@ sys.exit(7 if fails.exists() else 0)
 def track(tmp_path, monkeypatch):
     """start(more arguments): a race of before.py and after.py, 3 of each; its folder is logs/."""
     for name in ("before", "after"):
-        (tmp_path / f"{name}.py").write_text(f"x = '{name}'\n")
+        (tmp_path / f"{name}.py").write_text(f"x = '{name}'\ndef step():\n    import package.part\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "part.py").write_text("x = 1\n")
     (tmp_path / "trainer").mkdir()
     trainer = tmp_path / "trainer" / "run.py"
     trainer.write_text(TRAINER.format(tests=str(ROOT / "tests" / "records"), calls=str(tmp_path / "calls.txt")))
@@ -129,7 +131,7 @@ def test_every_source_of_a_run_is_watched(tmp_path):
     assert len(imported) > 20 and imported <= race.sources([ROOT / "train_gpt.py"]).keys()
 
 
-@pytest.mark.parametrize("what", ["source", "module", "option", "foreign log", "logs without a race", "broken notes"])
+@pytest.mark.parametrize("what", ["source", "module", "package", "option", "foreign log", "logs without a race", "broken notes"])
 def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
     track()
     more, said = (), "give another --logs"
@@ -139,6 +141,9 @@ def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
     elif what == "module":
         (tmp_path / "helper.py").write_text("x = 2\n")
         said = r"holds a race of other sources: .*helper\.py"
+    elif what == "package":
+        (tmp_path / "package" / "part.py").write_text("x = 2\n")
+        said = rf"holds a race of other sources: {tmp_path}/package/part\.py: put them back"
     elif what == "option":
         more, said = ("--", "--val_every=9"), "holds a race of other options"
     elif what == "foreign log":

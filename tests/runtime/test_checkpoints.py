@@ -86,6 +86,18 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(unbroken, shards, tmp_pa
     assert times == sorted(times)
 
 
+def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypatch):
+    """Dropout: the masks of a step are its own, whatever came before."""
+    monkeypatch.setattr(train_gpt, "residual_add", lambda x, branch: x + torch.nn.functional.dropout(branch, 0.1))
+    one, two = tmp_path / "one", tmp_path / "two"
+    main(options(shards, one, save_every=3, keep_checkpoints=9))
+    main(options(shards, two, save_every=3, resume=one / "logs" / "run" / "step_000003.pt"))
+    ends = [read_checkpoint(folder / "logs" / "run" / END)["state"] for folder in (one, two)]
+    assert unequal(*ends) == []
+    main(options(shards, tmp_path / "other", save_every=3, seed=1))
+    assert unequal(ends[0], read_checkpoint(tmp_path / "other" / "logs" / "run" / END)["state"])
+
+
 def test_a_resumed_run_warms_up_without_a_trace(unbroken, shards, tmp_path):
     main(options(shards, tmp_path, **BF16, save_every=99, resume=unbroken / "run" / "step_000006.pt"))
     a, b = (read_checkpoint(logs / "run" / END) for logs in (unbroken, tmp_path / "logs"))

@@ -107,6 +107,16 @@ def test_a_prompt_that_fills_the_model_is_refused_and_a_text_that_would_is_said_
     assert err == ("sample.py: writes 1 tokens, not 2: the model takes 384 in all\n" if length == 382 else "")
 
 
+def test_a_script_finds_the_modules_beside_it(logs, tmp_path):
+    """As in the run that it trained: its own attention.py, and a helper that the project has not."""
+    (tmp_path / "idea.py").write_text(f"import helper_of_the_idea\n{SCRIPT.read_text()}")
+    (tmp_path / "helper_of_the_idea.py").write_text("")
+    (tmp_path / "attention.py").write_text((ROOT / "attention.py").read_text() + "\nprint('its own attention')\n")
+    command = [sys.executable, ROOT / "sample.py", logs / "run" / "step_000008.pt", "abc", "--tokens=2"]
+    done = subprocess.run([*command, "--script", tmp_path / "idea.py"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.startswith("its own attention\nabc⟫"), done
+
+
 def test_a_reader_that_has_enough_is_no_fault(logs):
     line = f"{sys.executable} {ROOT / 'sample.py'} {logs / 'run' / 'step_000008.pt'} abc --tokens=2 --script={SCRIPT}"
     for redirection, code in (("| true", 0), (">&-", 0), ("> /dev/full", 1)):
