@@ -11,6 +11,7 @@ in a folder of other sources or options, or of another host, or beside logs that
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -47,15 +48,20 @@ def names_of(scripts: list[Path]) -> list[str]:
     return stems if stems[0] != stems[1] else [f"a-{stems[0]}", f"b-{stems[1]}"]
 
 
+@functools.cache  # what names more has changed, and ends the race
+def named_by(script: Path) -> frozenset[Path]:
+    """The files that the script's import statements name, and theirs: also in packages below its folder."""
+    found = Sources(script)
+    with contextlib.suppress(ValueError):  # a log could not hold them: the run says so
+        found.imported()
+    return frozenset(path for path in found.named if not path.is_relative_to(ROOT / "records"))  # this process's own
+
+
 def sources(scripts: list[Path]) -> dict[str, str]:
     """The digest of each file that a run may import: the project's, those beside the scripts, and what import statements name."""
     folders = {ROOT, *(ROOT / name for name in ("data", "launch", "runtime")), *(script.parent for script in scripts)}
     files = {path for folder in folders for path in folder.glob("*.py")}
-    for script in scripts:
-        found = Sources(script)
-        with contextlib.suppress(ValueError):  # a log could not hold them: the run says so
-            found.imported()
-        files |= {path for path in found.named if not path.is_relative_to(ROOT / "records")}  # this process's own
+    files |= set().union(*map(named_by, scripts))
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 
 
