@@ -272,7 +272,7 @@ def _by_query(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
 
 
 def _by_key(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
-    """(batch, rows, keys) of _scores: a row for each key, with the queries that may see it: those of its own block and of the next.
+    """(batch, rows, keys) of _scores: a row for each key, with the queries that may see it, of its own block and the next.
     From one query to the next it is keys elements, into the next block too: a row further, rows keys back, and over the gap."""
     return memory.as_strided((batch, rows, keys), (rows * (keys + 1), 1, keys), keys - rows)
 

@@ -406,7 +406,7 @@ def check_tables() -> None:
         raise_first(
             (window not in ("", "short", "long"), f"LAYERS, layer {i}: there is no window {window!r}"),
             (not 0 <= gate <= GATE_DIM, f"LAYERS, layer {i}: value_gate is {gate}, must be 0 to {GATE_DIM}"),
-            (without, f"LAYERS, layer {i}: paired, key_offset and value_gate are of attention, needs a window"),
+            (without, f"LAYERS, layer {i}: paired, key_offset and value_gate need attention, so a window"),
             (add and add not in earlier, f"LAYERS, layer {i}: none keeps {add!r}"),
             (layer.keep and layer.keep in earlier, f"LAYERS, layer {i}: {layer.keep!r} is kept by one before"),
         )
@@ -1247,7 +1247,7 @@ def validate(step: int, manager: TrainingManager, run: Run) -> float:
     """Mean next-token loss of the validation tokens, in nats; meaningless if a signal cuts it short."""
     model, h, ranks = manager.model.eval(), manager.h, run.ranks
     manager.advance_schedule(step)
-    share, steps = h.micro_batches // ranks.world_size, h.val_tokens // h.val_batch_tokens  # micro-batches of a step
+    share, steps = h.micro_batches // ranks.world_size, h.val_tokens // h.val_batch_tokens  # micro-batches of a batch, batches
     opened = functools.partial(micro_batches, h, ranks, False, max_doc_len=manager.max_val_doc_len)
     batches = run.ahead(opened, share, steps)
     total = torch.zeros((), device=ranks.device)

@@ -24,11 +24,11 @@ from typing import TypeVar
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from launch.console import console
 from data.shards import (
     DataError, HelpFormatter, ShardError, check_plain, hub_fault, locked, named, number_between, one_line, one_line_errors,
     read_json, shard_name, verify_shard, write_json,
 )
+from launch.console import console
 
 if fault := hub_fault():  # before its library is imported
     sys.exit(f"{Path(sys.argv[0]).name}: error: {fault}")
@@ -122,7 +122,7 @@ def fetch(repo: str, name: str, folder: Path, revision: str | None = None, expec
 
 
 def remove_fetched(folder: Path, names: Iterable[str]) -> None:
-    """Delete what `fetch` has left of these files in `folder`, and the folders that are empty then; what else is there stays."""
+    """Delete what `fetch` has left of these files in `folder`, and the folders that are empty then; the rest stays."""
     for path in (folder / name for name in names):
         for file in (path, *path.parent.glob(f"{glob.escape(path.name)}.*.part")):
             file.unlink(missing_ok=True)

@@ -30,11 +30,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.cached_fineweb10B import fetch, remove_fetched, with_retries
 from data.encodings import load_encoding
-from launch.console import console
 from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
     shard_name, verify_shard, write_json,
 )
+from launch.console import console
 from huggingface_hub import HfApi  # after cached_fineweb10B.py has looked at its variables
 
 REPO = "HuggingFaceFW/fineweb"
@@ -281,7 +281,8 @@ def main() -> None:
                 make_shards(progress, args.output, args.workers)
             except BrokenProcessPool as error:
                 raise DataError("a tokenising process died, perhaps for want of memory: try fewer --workers") from error
-        console(f"{args.output}: {len(progress.shards)} shards, {sum(shard[0] for shard in progress.shards):,} tokens, all whole")
+        tokens = sum(shard[0] for shard in progress.shards)
+        console(f"{args.output}: {len(progress.shards)} shards, {tokens:,} tokens, all whole")
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.encodings import load_encoding
-from launch.console import console
 from data.shards import (
     MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
     open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
+from launch.console import console
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
@@ -58,7 +58,8 @@ def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[st
     if source.resolve() == output.resolve():
         raise DataError(f"{output} is the --input too: its shards would be text of the next run; choose another --output")
     files, unreadable, seen = {}, [], {identity(source)}
-    for folder, folders, names in os.walk(source, onerror=lambda error: unreadable.append(f"{error.filename}"), followlinks=True):
+    note = lambda error: unreadable.append(f"{error.filename}")
+    for folder, folders, names in os.walk(source, onerror=note, followlinks=True):
         here = Path(folder)
         folders[:] = [name for name in sorted(folders) if wanted_folder(here / name, output, seen)]
         try:
@@ -85,7 +86,7 @@ def identity(folder: Path) -> tuple[int, int]:
 
 
 def wanted_folder(folder: Path, output: Path, seen: set[tuple[int, int]]) -> bool:
-    """Is its text to be taken? Links to folders are followed, each folder is taken once; seen: those taken, to which it is added."""
+    """Is its text to be taken? By whatever links it is reached, a folder is taken once: then it is added to those seen."""
     if folder.name.startswith(".") or folder.name in SKIPPED_FOLDERS or folder.resolve() == output.resolve():
         return False
     try:
@@ -168,7 +169,7 @@ def split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object]:
-    """All that decides what the shards hold: the options, the program, and the files' names, sizes, times and whether they can be read."""
+    """All that decides what the shards hold: the options, the program, and the files: names, sizes, times, readable or not."""
     fingerprint = blake2b(b"".join(path.read_bytes() for path in PROGRAM), digest_size=16)
     for name, path in files.items():
         status = path.stat()
@@ -205,7 +206,7 @@ def is_present(output: Path, manifest: dict, wanted: dict[str, object]) -> bool:
 
 @contextmanager
 def folder_to_make(folder: Path) -> Iterator[Path]:
-    """An empty folder, gone after the block; one that a killed run has left goes first. Raises OSError; DataError for another."""
+    """An empty folder, gone after the block; a killed run's goes first. Raises OSError; DataError for another's."""
     if folder.is_dir() and not folder.is_symlink():
         if others := [name for name in os.listdir(folder) if not SHARD_NAME.fullmatch(name.removesuffix(".tmp"))]:
             raise DataError(f"{folder / others[0]} is not this program's, which makes shards there: move it away")

@@ -15,6 +15,7 @@ VARIABLES = re.compile(
     r"|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS)"
 )
 
+
 def machine_facts(device: torch.device, world_size: int) -> list[str]:
     """Versions and devices, a line each."""
     cpus, triton = Path("/proc/cpuinfo"), sys.modules.get("triton")

@@ -41,8 +41,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", "data/local": "data/local_text.py"}  # of the presets' data
 IMPORTED = {  # by every script
-    "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "sympy", "tail_averages", "torch", "tracer",
-    "triton", "triton_kernels",
+    "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "sympy", "tail_averages", "torch",
+    "tracer", "triton", "triton_kernels",
 }  # fmt: skip
 HIDES = "{} hides the module {!r} that others import: rename it"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -183,7 +183,8 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
         if own or file.stem in sys.stdlib_module_names - {"test"}:
             raise LaunchError(HIDES.format(file, file.stem), 1)
     if os.pathsep in f"{ROOT}" and not path.resolve().is_relative_to(ROOT):  # which then comes from PYTHONPATH
-        raise LaunchError(f"a path with {os.pathsep!r}, as {ROOT}, cannot be in PYTHONPATH: a script elsewhere needs it there", 1)
+        fault = f"a path with {os.pathsep!r}, as {ROOT}, cannot be in PYTHONPATH: a script elsewhere needs it there"
+        raise LaunchError(fault, 1)
     return path.resolve(), options
 
 
@@ -198,7 +199,8 @@ def ranks_asked() -> int | None:
 def load(path: Path) -> ModuleType:
     """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
     begun = time.monotonic() - process_age()
-    drop_stale_caches({file for folder in (path.parent, ROOT) for pattern in ("*.py", "*/*.py") for file in folder.glob(pattern)})
+    near = (folder.glob(pattern) for folder in (path.parent, ROOT) for pattern in ("*.py", "*/*.py"))
+    drop_stale_caches(file for files in near for file in files)
     try:
         import numpy, torch  # noqa: E401, F401
 

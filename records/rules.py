@@ -81,8 +81,9 @@ def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
         return decided
     before, after = untimed(a.script[1]), untimed(b.script[1])
     if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
-        return OPEN, f"runtime/*.py are the baseline's; what runs while the clock stands is not: read the diff of {names(differ)}"
-    return PROVEN, "runtime/*.py and the script's functions that run while the clock stands, its classes apart, are the baseline's"
+        where = f"what runs while the clock stands is not: read the diff of {names(differ)}"
+        return OPEN, f"runtime/*.py are the baseline's; {where}"
+    return PROVEN, "runtime/*.py are the baseline's, and what runs while the clock stands: functions, not classes"
 
 
 def compiler_flags(a: RunLog, b: RunLog) -> tuple[str, str]:

@@ -149,15 +149,16 @@ def cautions(group: Group) -> list[str]:
         found.append(f"{plural(len(resumed), 'run')} of {group.name} went on from a checkpoint: the first steps after it "
                      f"count in its time")  # fmt: skip
     if changed := [run for run in group.runs if resumed_with_changes(run)]:
-        found.append(f"{plural(len(changed), 'run')} of {group.name} went on with changed source: the first steps are not its own")
+        found.append(f"{plural(len(changed), 'run')} of {group.name} went on with changed source: the first steps are not "
+                     f"its own")  # fmt: skip
     return found
 
 
 def cautions_of_both(a: Group, b: Group, pairs: bool, why_not: str) -> list[str]:
     found = []
     if shards := other_tokens(a.runs[0], b.runs[0]):
-        found.append(f"{b.name} read other tokens than {a.name}, in {plural(len(shards), 'shard')} such as {shards[0]}: neither "
-                     f"losses nor times compare")  # fmt: skip
+        found.append(f"{b.name} read other tokens than {a.name}, in {plural(len(shards), 'shard')} such as {shards[0]}: "
+                     f"neither losses nor times compare")  # fmt: skip
     before, after = (group.runs[0].settings.get("val_tokens") for group in (a, b))
     if before != after and None not in (before, after):
         found.append(f"{b.name} was validated on {after} tokens, {a.name} on {before}: losses do not compare")

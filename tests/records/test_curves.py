@@ -89,7 +89,8 @@ def gather_validated(folder, at):
     for i, (slope, time, loss) in enumerate(zip(SLOPES[1], TIMES[1], LOSSES[1], strict=True)):
         lines = [f"step:{step}/400 val_loss:{loss + slope * (400 - step) + (5 if step == 0 else 0):.4f} "
                  f"train_time:{time * step / 400:.0f}ms step_avg:1.00ms\n" for step in sorted(at)]  # fmt: skip
-        (folder / f"{i}.txt").write_bytes(make_log(environment=ENVIRONMENT.replace("seed=0", f"seed={i}"), lines="".join(lines)))
+        environment = ENVIRONMENT.replace("seed=0", f"seed={i}")
+        (folder / f"{i}.txt").write_bytes(make_log(environment=environment, lines="".join(lines)))
     return gather(folder.name, str(folder))
 
 

@@ -131,7 +131,9 @@ def test_every_source_of_a_run_is_watched(tmp_path):
     assert len(imported) > 20 and imported <= race.sources([ROOT / "train_gpt.py"]).keys()
 
 
-@pytest.mark.parametrize("what", ["source", "module", "package", "option", "foreign log", "logs without a race", "broken notes"])
+@pytest.mark.parametrize(
+    "what", ["source", "module", "package", "option", "foreign log", "logs without a race", "broken notes"]
+)
 def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
     track()
     more, said = (), "give another --logs"

@@ -250,7 +250,8 @@ def test_what_a_step_imports_later_is_held_too(tree, tmp_path):
     mine.mkdir()
     texts = {
         "script.py": "import os, first\ndef step():\n    from package.part import f\n    import torch as t, second as x\n",
-        "first.py": "if True: import third\npass; import fourth\ntry:\n    1\nexcept OSError:\n    from \\\n        fifth import x\n",
+        "first.py": "if True: import third\npass; import fourth\n"
+        "try:\n    1\nexcept OSError:\n    from \\\n        fifth import x\n",
         "second.py": "# import unused\nfrom other import (\n    g)\n'''\nimport unused\n'''\n",
         "third.py": "match 1:\n    case 1:\n        from package import (\n            listed,\n        )\n",
         "fourth.py": "\n",
