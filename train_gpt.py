@@ -813,11 +813,12 @@ class NorMuonAndAdam:
         for label, shard in self.shards.items():
             self.state[label] = param_table[label].initial_state(shard)
             self.constants[label] = param_table[label].constants(shard, self.own_rows[label].start)
+            bad = [tuple(x.shape) for x in self.state[label].values() if torch.is_tensor(x) and x.shape[:1] != shard.shape[:1]]
+            raise_first((bad, f"{label}: initial_state made {bad}: must have as many rows as it was given, {len(shard)}"))
 
     # Layout
 
-    def num_rows(self, label: str) -> int:
-        """Without padding."""
+    def num_rows(self, label: str) -> int:  # without padding
         return len(self.table[label].as_rows(self.params[label].data))
 
     def _pad(self, label: str) -> Tensor:
@@ -1086,8 +1087,7 @@ class TrainingManager:
         for old, new in itertools.pairwise(self.windows[at : to + 1]):
             self.model.extend_windows(old, new)
         self.current, self.yarn_window = coming, coming.yarn_window
-        weights = torch.tensor(coming.mtp_weights, dtype=torch.float32)
-        self.mtp_weights = weights.to(self.model.embed.device, non_blocking=True)
+        self.mtp_weights = torch.tensor(coming.mtp_weights, dtype=torch.float32).to(self.model.embed.device, non_blocking=True)
 
     def forward_schedule(self) -> ForwardSchedule:
         now, longest = self.current, self.h.max_doc_len if self.model.training else self.max_val_doc_len
@@ -1146,8 +1146,8 @@ class TrainingManager:
         self.yarn_window = same["yarn_window"]
 
     def live_tensors(self) -> dict[str, dict[str, Tensor]]:
-        weights = {label: param.data for label, param in self.optimizer.params.items()}
-        return {"weights": weights, "gradients": self.optimizer.gradients()}
+        params, gradients = self.optimizer.params.items(), self.optimizer.gradients()
+        return {"weights": {label: param.data for label, param in params}, "gradients": gradients}
 
     def contradictions(self, state: dict[str, Any], step: int) -> list[str]:
         """What a state of the right layout cannot hold at the start of `step`: the value and the rule."""
@@ -1185,7 +1185,7 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
 def check_shards(h: Hyperparameters) -> DataFacts:
     """Raise DataError if the shards cannot feed the schedule or the validation: now, not at step 1700."""
     check_encoding(h.encoding)
-    tokens = lambda step: step_schedule(step, h).batch_tokens
+    tokens = lambda step: stage_at(step, h.num_scheduled_iterations)[0].batch * h.batch_unit
     val = dict(val_tokens=h.val_tokens, val_batch_tokens=h.val_batch_tokens)
     return check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, **val, **h.stream)
 

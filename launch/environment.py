@@ -222,6 +222,7 @@ def main(argv):
         elif "--then" in argv:
             end = argv.index("--then")
             python = ensure(argv[:end])
+            os.environ.pop("PYTHONINSPECT", None)  # it would turn the program's exit code 0 into a traceback and 1
             os.execv(python, [python] + argv[end + 1 :])
         else:
             print(ensure(argv))

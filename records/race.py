@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -98,7 +99,8 @@ def check(folder: Path, names: list[str], now: dict) -> None:
 
 def set_cut_aside(log: Path) -> None:
     """Rename the log of a run that is not complete: its name is needed. Raises RaceError if that run goes on."""
-    with contextlib.suppress(FileNotFoundError), open(log.with_suffix(".lock"), "rb") as lock:  # runtime/run.py's
+    never_waits, path = lambda name, flags: os.open(name, flags | os.O_NONBLOCK), log.with_suffix(".lock")  # runtime/run.py's
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=never_waits) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -147,6 +149,9 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> l
         own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id=seed{seed}"]
         code = run_to_its_end([*RUN, str(scripts[which]), *options, *own])
         fault = read_log(log).fault if log.exists() else "it left no log"
+        if code > 128:
+            by = signal.Signals(code - 128).name
+            tool.end(f"race.py: {names[which]}, seed {seed}: ended by {by}. The same command goes on from there", code)
         if code or fault:
             why = f"ended with code {code}" if code else clean(fault, one_line=True)
             raise RaceError(f"{names[which]}, seed {seed}: {why}. The same command goes on from there")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
-from launch.console import RunError, Stopped, encoded, tell
+from launch.console import AgreedError, RunError, Stopped, encoded, tell
 from launch.machine import machine_facts, peak_memory
 from launch.signals import FAULT, Signals
 from launch.sources import Sources, check_unused
@@ -38,20 +38,21 @@ class Run:
 
     def __init__(self, settings: Any, ranks: Ranks, signals: Signals, sources: Sources):
         self.settings, self.ranks, self.signals, self.sources = settings, ranks, signals, sources
-        self.clock = Clock(ranks.device)
-        self.first_step, self.total = 0, settings.total_iterations
+        self.clock, self.first_step, self.total = Clock(ranks.device), 0, settings.total_iterations
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.pending: StepReport | None = None  # on a GPU, of a step that is launched and not yet through
         self.faults, self.unsaved, self.locks = [], "", []  # data that fail on this rank; on the first: a failed save, the lock
         self.at_stop: Callable = lambda: None  # called by all ranks once they have agreed to stop
 
     def __enter__(self) -> Self:
-        self.signals.before_end = self.__exit__
+        self.signals.before_end = lambda: self.__exit__(Stopped)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type | None, *_: object) -> None:
         with suppress(IndexError):  # a signal that ends this process is here too, in another thread: one of both has the lock
             unlock_run(self.locks.pop())
+        if error is None and self.signals.in_training:
+            raise AgreedError("train() has ended without run.finish(): the log lacks its last line")
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
         """Check that all ranks do the same, the checkpoint to resume, the room for new ones; open the log. Raises AgreedError.
@@ -141,8 +142,7 @@ class Run:
         return bool(self.signals.agreed) or self._saves(step)
 
     def _saves(self, step: int) -> bool:
-        every = self.settings.save_every
-        return every > 0 and step > self.first_step and (step % every == 0 or step == self.total)
+        return step > self.first_step and (every := self.settings.save_every) > 0 and (step % every == 0 or step == self.total)
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:

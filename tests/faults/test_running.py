@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import inspect
 import io
 import json
 import os
@@ -525,6 +526,19 @@ def test_a_bug_in_the_loop_keeps_its_traceback(shards, tmp_path, monkeypatch, pl
     with pytest.raises(type(bug)) as caught:
         main(options(shards, tmp_path))
     assert caught.value is bug and caught.traceback[-1].name == "broken"
+
+
+def test_a_train_that_returns_early_ends_no_run_well(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """Of a copy whose loop is left: its log has no last line, so its code is not 0."""
+
+    loop = inspect.getsource(train_gpt.train).replace("            if report := ", "            return\n            if report := ")
+    exec(compile(loop, "copy.py", "exec"), vars(train_gpt) | {"__name__": "copy"}, copy := {})
+    monkeypatch.setattr(train_gpt, "train", copy["train"])
+    with pytest.raises(SystemExit) as ended:
+        main(options(shards, tmp_path))
+    assert ended.value.code == 1 and not is_whole(tmp_path / "logs" / "run.txt")
+    assert capsys.readouterr().err.endswith("error: train() has ended without run.finish(): the log lacks its last line\n")
+    assert not (tmp_path / "logs" / "run.lock").exists()
 
 
 def test_a_bug_in_a_loader_is_no_fault_of_the_data():

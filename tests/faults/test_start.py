@@ -518,6 +518,14 @@ def test_a_folder_that_is_gone_is_told(tmp_path, command):
     assert done.returncode == 1 and said == [f"{name}: error: the current folder is gone: change into one that is there"]
 
 
+def test_run_sh_passes_a_programs_exit_code_on(tmp_path):
+    """Python would make a SystemExit a traceback, and its code 1."""
+    (tmp_path / "program.py").write_text("import sys; sys.exit(0)\n")
+    command = [PYTHON, f"{ROOT}/launch/environment.py", f"{ROOT}/requirements.txt", "--then", f"{tmp_path}/program.py"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONINSPECT": "1"}, stdin=subprocess.DEVNULL, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_run_sh_finds_its_project_through_links_and_whatever_cdpath_says(shards, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "train").symlink_to(copy_project(tmp_path / "project") / "run.sh")

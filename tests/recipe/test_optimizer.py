@@ -1,6 +1,7 @@
 """NorMuonAndAdam computes the formulas of NorMuon and Adam with its table's numbers, on any number of ranks."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -368,6 +369,19 @@ def test_table_without_a_parameter_is_refused() -> None:
     table = {label: config for label, config in PARAM_TABLE.items() if label != "bigram_embed"}
     with pytest.raises(ValueError, match="missing.*bigram_embed"):
         NorMuonAndAdam(tiny_gpt().named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 8)])
+def test_state_without_a_row_for_each_of_the_parameters_is_refused(shape: tuple[int, ...]) -> None:
+    """A checkpoint joins the ranks' rows: one of such a state would be refused when it is needed."""
+
+    class OneForAll(ParamConfig):
+        def initial_state(self, rows: Tensor) -> dict[str, Tensor | int]:
+            return {"step": 0, "exp_avg": torch.zeros_like(rows), "scale": torch.zeros(shape)}
+
+    params, table = [("gate", nn.Parameter(torch.zeros(4, 8)))], {"gate": OneForAll("replicated", lr=1)}
+    with pytest.raises(ValueError, match=rf"gate: initial_state made \[{re.escape(str(shape))}\]: must have .*, 4$"):
+        NorMuonAndAdam(params, table, table, table)
 
 
 def test_tie_to_no_parameter_is_refused() -> None:

@@ -36,7 +36,7 @@ text = make_log(script=script.read_bytes(), lines=lines, environment=ENVIRONMENT
 path = Path(options["log_dir"], options["run_id"] + ".txt")
 assert not path.exists()
 path.write_bytes(text)
-sys.exit(7 if fails.exists() else 0)
+sys.exit(int(fails.read_text() or 7) if fails.exists() else 0)
 """
 
 
@@ -88,6 +88,14 @@ def test_it_goes_on_where_it_ended(track, tmp_path, capfd):
     assert "set aside: " in (out := capfd.readouterr().out) and "seed1.cut1.txt: cut short" in out
 
 
+def test_the_code_of_a_run_that_a_signal_ended_is_the_races(track, tmp_path, capfd):
+    (tmp_path / "calls.txt.fails").write_text("143")
+    with pytest.raises(SystemExit) as ended:
+        track()
+    said = "race.py: before, seed 0: ended by SIGTERM. The same command goes on from there\n"
+    assert ended.value.code == 143 and capfd.readouterr().err == said
+
+
 def test_kill_9_at_its_start_leaves_a_race_that_goes_on(track, tmp_path, monkeypatch):
     """Here an error in its place, before what says which race it is has its name; and one once it has."""
     for name in ("fsync", "replace"):
@@ -115,6 +123,8 @@ def test_the_log_of_a_run_that_goes_on_is_left_alone(track, tmp_path):
         with pytest.raises(SystemExit, match="before/seed0.txt: its run is under way in another process: wait for its end"):
             track()
     assert sorted(path.name for path in folder.iterdir()) == ["seed0.lock", "seed0.txt"] and calls(tmp_path) == ["before0"]
+    (folder / "seed0.lock").unlink()
+    os.mkfifo(folder / "seed0.lock")  # is not waited for
     (tmp_path / "calls.txt.fails").unlink()
     (folder / "seed0").mkdir()
     (folder / "seed0" / "step_000001.pt").touch()  # the run made again would delete it
