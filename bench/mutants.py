@@ -42,6 +42,9 @@ class Mutant(NamedTuple):
 
 CHANGES = {  # by file: what, tests, old, new
     "train_gpt.py": (
+        ("state that no checkpoint can join is trained with",
+         "recipe/optimizer::test_state_without_a_row_for_each_of_the_parameters_is_refused",
+         "x.shape[:1] != shard.shape[:1]", "not x.ndim"),
         ("a checkpoint holds what its own step will need",
          "recipe/schedule::test_so_it_is_of_an_idea_that_updates_by_adam_in_other_steps",
          "step > 0 and not step_schedule(step - 1, self.h).do_adam", "step_schedule(step, self.h).do_adam"),
@@ -347,6 +350,9 @@ CHANGES = {  # by file: what, tests, old, new
         ("variables with paths are logged", "runtime/machine", ' and "/" not in value}', "}"),
     ),
     "launch/sources.py": (
+        ("a late import runs what the log does not hold",
+         "runtime/sources::test_an_edit_during_a_run_does_not_reach_a_later_import",
+         "if file in self.contents and file.read_bytes()", "if file not in self.contents and file.read_bytes()"),
         ("what a function imports later is not in the log", "runtime/sources::test_what_a_step_imports_later_is_held_too",
          "if is_loaded and not LATER_IMPORT.search(self.contents[path]):", "if is_loaded or path == self.path:"),
         ("a file of the project hides one beside the script",
@@ -443,6 +449,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for x in {**first, **found} if", "for x in found if"),
     ),
     "runtime/run.py": (
+        ("a loop that is left ends well", "faults/running::test_a_train_that_returns_early_ends_no_run_well",
+         "if error is None and self.signals.in_training:", "if error is None and not self.signals.in_training and self.locks:"),
         ("a source that no log can hold is a bug of a rank's", "runtime/sources::test_so_it_is_by_a_rank_that_torchrun_starts",
          "ranks.on_all(self.sources.imported)", "self.sources.imported()"),
         ("the clock runs during validation", "runtime/run",
@@ -528,6 +536,10 @@ CHANGES = {  # by file: what, tests, old, new
          'if last and not last.endswith(b"ms"):', 'if not last and last.endswith(b"ms"):'),
     ),
     "records/rules.py": (
+        ("flags of a group's first run alone count", "records/compare::test_what_any_run_was_made_with_is_told",
+         "    for run in group.runs:\n        lines", "    for run in group.runs[:1]:\n        lines"),
+        ("a line that may set a flag proves that none does", "records/compare::test_what_is_not_proven_or_broken_is_marked",
+         "    if added:\n", "    if not added:\n"),
         ("the data stream is unchanged by other tokens", "records/compare::test_what_is_not_proven_or_broken_is_marked",
          "if shards := other_tokens(a, b):", "if shards := []:"),
         ("what a pause calls may change", "records/compare::test_what_is_not_proven_or_broken_is_marked",

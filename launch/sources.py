@@ -6,6 +6,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ LIBRARIES = {Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", 
 
 
 class Sources:
-    """Every Python file of the project, read at once: an edit during a run does not reach its log."""
+    """Every Python file of the project, read at once: what is edited later reaches neither the log nor a late import."""
 
     def __init__(self, script: str | Path):
         """script: in the project (ideas/idea.py) or elsewhere, then with the files that it imports from there."""
@@ -31,6 +32,9 @@ class Sources:
         self.script = self._name(self.path)  # its path in the project, or its file's name
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
         self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
+        running = getattr(sys.modules.get("__main__"), "__file__", None)
+        if running and self.path in places(running):  # no test, tool or notebook
+            sys.meta_path.insert(0, self)
 
     def imported(self) -> dict[str, str]:
         """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported.
@@ -50,6 +54,15 @@ class Sources:
             if (other := named.setdefault(self._name(path), path)) != path:
                 raise ValueError(f"{other} and {path} both take part, and a log has one {self._name(path)}: rename one")
         return {name: self._text(path) for name, path in named.items()}
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """For Python's imports, as the first finder: of a file that has been edited since, what it was."""
+        spec = PathFinder.find_spec(name, path, target)
+        for file in places(spec.origin) if spec and isinstance(spec.loader, SourceFileLoader) else ():
+            if file in self.contents and file.read_bytes() != self.contents[file]:
+                spec.loader = AsRead(spec.loader.name, spec.loader.path, self.contents[file])
+                return spec
+        return None
 
     def _named_in(self, path: Path, is_loaded: bool) -> set[Path]:
         """Our files that a file's import statements name, also within functions: those are imported once a step calls them.
@@ -99,6 +112,20 @@ class Sources:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
+
+
+class AsRead(SourceFileLoader):
+    """Loads a module from these bytes, whatever its file and the compiled one beside it hold."""
+
+    def __init__(self, name: str, path: str, content: bytes):
+        super().__init__(name, path)
+        self.content = content
+
+    def path_stats(self, path: str) -> dict:
+        raise OSError(f"{path} was edited")  # so that Python looks for no compiled one
+
+    def get_data(self, path: str) -> bytes:
+        return self.content
 
 
 def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -9,7 +9,7 @@ from tool import clean
 
 
 def changed(baseline: Group, group: Group) -> str:
-    """In a line: of the first run of each."""
+    """In a line: the sources of the first run of each, the environments of all."""
     a, b = baseline.runs[0], group.runs[0]
     pieces = []
     for name, lines in source_diffs(a, b):
@@ -24,7 +24,7 @@ def changed(baseline: Group, group: Group) -> str:
             lines = sum(line.startswith(("+", "-")) and not line.startswith(("+++ ", "--- ")) for line in diff)
             whose = "" if log is b else f"{baseline.name} was "
             pieces.append(f"{whose}resumed with changed source, {plural(lines, 'line')} of difference")
-    pieces += [f"{name} {before} → {after}" for name, before, after in environment_differences(a, b)]
+    pieces += [f"{name} {before} → {after}" for name, before, after in environment_differences(baseline, group)]
     return f"{group.name} changes: {'; '.join(pieces) or 'nothing: the same sources, settings and environment'}"
 
 
@@ -62,11 +62,13 @@ def other_tokens(a: RunLog, b: RunLog) -> list[str]:
     return found
 
 
-def environment_differences(a: RunLog, b: RunLog) -> list[tuple[str, str, str]]:
-    """(what, before, after) of versions, devices and settings that differ."""
+def environment_differences(baseline: Group, group: Group) -> list[tuple[str, str, str]]:
+    """(what, before, after) of versions, devices and settings that differ; where runs of one group do, "this or that"."""
     found = []
-    for before, after, prefix in ((a.facts, b.facts, ""), (a.recipe_settings, b.recipe_settings, "--")):
-        for name in dict.fromkeys((*before, *after)):
-            if before.get(name) != after.get(name):
-                found.append((prefix + name, before.get(name, "(none)"), after.get(name, "(none)")))
+    for kind, prefix in (("facts", ""), ("recipe_settings", "--")):
+        told = [[getattr(run, kind) for run in side.runs] for side in (baseline, group)]
+        for name in dict.fromkeys(name for runs in told for values in runs for name in values):
+            before, after = (" or ".join(dict.fromkeys(values.get(name, "(none)") for values in runs)) for runs in told)
+            if before != after:
+                found.append((prefix + name, before, after))
     return found

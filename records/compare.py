@@ -43,7 +43,7 @@ def for_programs(value):
 def print_json(groups: list[Group], target: float, pairs: bool) -> None:
     rows = verdict.compare(groups, target, pairs)
     for row, group in zip(rows, groups, strict=True):
-        changes = environment_differences(groups[0].runs[0], group.runs[0])
+        changes = environment_differences(groups[0], group)
         row["environment_changes"] = [{"what": what, "before": before, "after": after} for what, before, after in changes]
     print(json.dumps(for_programs({"target": target, "groups": rows}), indent=1))
 
@@ -61,7 +61,7 @@ def print_for_people(groups: list[Group], options: argparse.Namespace) -> None:
     rows = report(groups, options.target, console, options.pairs)
     for row, group in zip(rows[1:], groups[1:], strict=True):
         if options.source:
-            show.print_changes(groups[0].runs[0], group.runs[0], console)
+            show.print_changes(groups[0], group, console)
         if options.rules:
             show.say(console, "\n" + rules.check_list(groups[0], group, row, options.target), lines=True)
         if options.snippet:

@@ -12,7 +12,8 @@ from runlog import RunLog, resumed_with_changes
 from t_tests import P
 from verdict import figure
 
-COMPILER_FLAG = re.compile(r"inductor|torch\._(?:dynamo|functorch)|dynamo\.config|torch\.compile\(|TORCHINDUCTOR|TORCH_COMPILE")
+COMPILER_FLAG = re.compile(r"inductor|dynamo|functorch|(?<!\bre)\.compile\b|TORCHINDUCTOR|TORCH_COMPILE")
+MAY_BE_ONE = re.compile(r"(?<!\bre\.)compile|environ|putenv|[gs]etattr|__dict__|\b(?:vars|exec|eval)\(|__import__|import_module")
 COMPILER_VARIABLE = re.compile(r"\b(?:TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO)\w*=[^,]*")
 CLOCK = {"clock", "start_clock", "paused"}  # attributes of a Run
 BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
@@ -29,7 +30,7 @@ def check_list(baseline: Group, group: Group, row: dict, target: float) -> str:
         (f"Mean loss below {target:g} at p < {P:g}", PROVEN if below < P else BROKEN,
          f"{row['loss_mean']:.5f}, p = {figure(below) or 'undefined'}"),
         ("Time is training alone, by the same clock", *clock(a, b)),
-        ("No extra compiler flags", *compiler_flags(a, b)),
+        ("No extra compiler flags", *compiler_flags(baseline, group)),
         ("The source is in the log", *sources(group)),
         (f"Faster than the baseline at p < {P:g}, on one machine", PROVEN if faster else BROKEN,
          row["times_do_not_compare"] or f"{row['time_difference']:+.3f} s, p = {figure(time) or 'undefined'}"),
@@ -86,15 +87,24 @@ def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
     return PROVEN, "runtime/*.py are the baseline's, and what runs while the clock stands: functions, not classes"
 
 
-def compiler_flags(a: RunLog, b: RunLog) -> tuple[str, str]:
-    if not a.sources or not b.sources:
+def compiler_flags(baseline: Group, group: Group) -> tuple[str, str]:
+    if not all(run.sources for run in baseline.runs + group.runs):
         return OPEN, "logs hold no sources"
-    before, after = (
-        Counter(line for source in log.sources.values() for line in flag_lines(source))
-        + Counter(COMPILER_VARIABLE.findall(log.facts.get("variables", ""))) for log in (a, b)
-    )  # fmt: skip
-    added = [*(after - before)]
-    return (BROKEN, f"not in the baseline: {names(added)}") if added else (PROVEN, "none that the baseline has not")
+    added = [*(possible_flags(group) - possible_flags(baseline))]
+    if flags := [text for text in added if COMPILER_FLAG.search(text)]:
+        return BROKEN, f"not in the baseline: {names(flags)}"
+    if added:
+        return OPEN, f"a changed line may set one: {names(added)}"
+    return PROVEN, "no variable is another, no changed line names a compiler, or sets what it does not name"
+
+
+def possible_flags(group: Group) -> Counter:
+    """Lines that may set what the compiler does, and such variables: of any of its runs, as it started or went on."""
+    found = Counter()
+    for run in group.runs:
+        lines = [line for source in run.sources.values() for line in flag_lines(source)]
+        found |= Counter(lines + COMPILER_VARIABLE.findall(run.facts.get("variables", "")))
+    return found
 
 
 def sources(group: Group) -> tuple[str, str]:
@@ -161,12 +171,12 @@ def attributes_of(node: ast.AST) -> set[str]:
 
 
 def flag_lines(source: bytes) -> list[str]:
-    """The lines that set what the compiler does."""
+    """The lines that may set what the compiler does."""
     try:
         text = ast.unparse(parsed(source))
     except (ValueError, RecursionError):
         return []
-    return [line.strip() for line in text.splitlines() if COMPILER_FLAG.search(line)]
+    return [line.strip() for line in text.splitlines() if COMPILER_FLAG.search(line) or MAY_BE_ONE.search(line)]
 
 
 # -----------------------------------------------------------------------------

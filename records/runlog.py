@@ -105,11 +105,18 @@ class RunLog:
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """The environment in comparable pieces: versions, devices, ranks; without times of day, temperatures and loads."""
-        found = {name: match[1] for name, pattern in FACTS if (match := re.search(pattern, self.environment, re.MULTILINE))}
-        if names := Counter(name for name, _ in gpus(self.environment)):
-            found["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(names.items()))
-        return found
+        """The environment in comparable pieces: versions, devices, ranks; without times of day, temperatures and loads. Of a
+        resumed run all that it was, "this then that"."""
+        parts = []
+        for environment, _ in environment_parts(self):
+            found = {name: match[1] for name, pattern in FACTS if (match := re.search(pattern, environment, re.MULTILINE))}
+            if names := Counter(name for name, _ in gpus(environment)):
+                found["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(names.items()))
+            parts.append(found)
+        every = dict.fromkeys(name for found in parts for name in found)
+        for found in parts if "variables" in every else ():
+            found.setdefault("variables", "none")
+        return {name: " then ".join(dict.fromkeys(found[name] for found in parts if name in found)) for name in every}
 
     @cached_property
     def shards(self) -> dict[str, str]:
@@ -466,7 +473,7 @@ SMI_ROW = re.compile(
     r"^\| {1,9}\d{1,3} {1,9}(\S[^|\n]{0,80}?) {1,60}(?:On|Off|N/A)? {0,9}\| {1,9}([\dA-Fa-f]{4,8}(?::[\dA-Fa-f]{2}){2}\.\d)",
     re.MULTILINE,
 )
-MADE_WITH = ("PyTorch", "CUDA", "Triton", "attention", "ranks")  # of FACTS
+MADE_WITH = ("PyTorch", "CUDA", "Triton", "attention", "ranks", "GPUs")  # of RunLog.facts
 MACHINE = (
     ("host", r"(?im)^host(?:name)?\s*[:=]\s*(\S+)"),
     ("driver", r"\bDriver Version: (\S+)"),
@@ -500,15 +507,7 @@ def gpus(environment: str) -> list[tuple[str, str]]:
 
 def made_with(log: RunLog) -> dict[str, str]:
     """What runs of one kind share beside sources and settings: versions, GPUs, ranks, and resumptions with changed source."""
-    patterns = [(name, pattern) for name, pattern in FACTS if name in MADE_WITH]
-    found: dict[str, list[str]] = {}
-    for environment, _ in environment_parts(log):
-        facts = {name: match[1] for name, pattern in patterns if (match := re.search(pattern, environment, re.MULTILINE))}
-        if names := Counter(name for name, _ in gpus(environment)):
-            facts["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(names.items()))
-        for name, value in facts.items():
-            found.setdefault(name, []).append(value)
-    shared = {name: " then ".join(dict.fromkeys(values)) for name, values in found.items()}
+    shared = {name: value for name, value in log.facts.items() if name in MADE_WITH}
     changes = "\n".join(diff for _, diff in environment_parts(log) if diff)
     return shared | ({"resumption with changed source": changes} if changes else {})
 

@@ -2,7 +2,7 @@
 
 from changes import changed, environment_differences, source_diffs
 from groups import Group, folded
-from runlog import RunLog, resumed_with_changes
+from runlog import resumed_with_changes
 from tool import clean
 from verdict import figure
 
@@ -43,7 +43,8 @@ def report(rows: list[dict], groups: list[Group], target: float, console) -> Non
         for note in row["notes"]:
             say(console, f"note: {note}", "yellow")
     for group in groups:
-        if differing := [name for name in group.runs[0].facts if len({run.facts.get(name) for run in group.runs}) > 1]:
+        told = dict.fromkeys(name for run in group.runs for name in run.facts)
+        if differing := [name for name in told if len({run.facts.get(name) for run in group.runs}) > 1]:
             say(console, f"note: the runs of {group.name} differ in {', '.join(differing)}", "yellow")
     for row, group in zip(rows[1:], groups[1:], strict=True):
         say(console, changed(groups[0], group))
@@ -94,8 +95,9 @@ def make_table(rows: list[dict], columns: tuple, console):
     return table
 
 
-def print_changes(a: RunLog, b: RunLog, console) -> None:
-    """The diff of their sources and of their environments."""
+def print_changes(baseline: Group, group: Group, console) -> None:
+    """The diff of the sources of the first run of each, and of the environments of all."""
+    a, b = baseline.runs[0], group.runs[0]
     colours = {"+": "green", "-": "red", "@": "cyan"}
     for _, lines in source_diffs(a, b):
         for i, line in enumerate(lines):
@@ -105,6 +107,6 @@ def print_changes(a: RunLog, b: RunLog, console) -> None:
             say(console, f"{log.path}: resumed with changed source", "bold", wrap=False)
             for line in diff.splitlines():
                 say(console, line, colours.get(line[:1]), wrap=False)
-    for name, before, after in environment_differences(a, b):
+    for name, before, after in environment_differences(baseline, group):
         say(console, f"-{name}: {before}", "red", wrap=False)
         say(console, f"+{name}: {after}", "green", wrap=False)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -214,12 +215,21 @@ SCRIPTS = {
     "validation": BASE.replace("x / 8", "x / 16"),
     "warm-up": BASE.replace("return run", "return step(run)"),
     "flag": BASE.replace("lr = 1", "torch._inductor.config.max_autotune = True"),
+    "mode": BASE.replace("lr = 1", "model.compile(fullgraph=True, mode='max-autotune')"),
+    "decorated": BASE.replace("def mean", "@torch.compile\ndef mean"),
+    "renamed": BASE.replace("import torch", "import torch\nfrom torch import compile as build"),
+    "hidden": BASE.replace("lr = 1", "setattr(torch, name, 1)"),
+    "pattern": BASE.replace("lr = 1", "words = re.compile('a')"),
 }
 SHARDS = "shards: 'd_train_0.bin' 0000000a, 'd_train_1.bin' 0000000b, 'd_val_0.bin' 0000000c"
 TOLD = ENVIRONMENT.replace("SCRIPT ", f"{SHARDS}\nSCRIPT ").replace("lr=0.5", "lr=0.5, val_tokens=8")
 CHANGED = (
     f"{TOLD}\nresumed at step 4 from a.pt, with changed source, 2 lines of difference\n{TOLD}\n"
     "--- train_gpt.py, before\n+++ train_gpt.py, now\n@@ -1 +1 @@\n-x = 1\n+x = 2"
+)
+ON_OTHER_TERMS = (
+    f"{TOLD}\nresumed at step 4 from a.pt, with the same source\n"
+    + TOLD.replace("attention:", "variables: TORCHINDUCTOR_MAX_AUTOTUNE='1'\nattention:")
 )
 MODULES = {"data/loader.py": b"a = 1\n", "runtime/log.py": b"c = 3\n"}
 
@@ -272,6 +282,12 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         (2, " ", {"name": "warm-up"}),
         (2, "!", {"modules": MODULES | {"runtime/log.py": b"c = 4\n"}}),
         (3, "!", {"name": "flag"}),
+        (3, "!", {"name": "mode"}),
+        (3, "!", {"name": "decorated"}),
+        (3, " ", {"name": "renamed"}),
+        (3, " ", {"name": "hidden"}),
+        (3, "x", {"name": "pattern"}),
+        (3, "!", {"environment": ON_OTHER_TERMS}),
         (3, "!", {"environment": TOLD.replace("attention:", "variables: TORCHINDUCTOR_MAX_AUTOTUNE='1'\nattention:")}),
         (3, "x", {"environment": TOLD.replace("attention:", "variables: NCCL_DEBUG='INFO'\nattention:")}),
         (5, "!", {"times": (90_000, 90_500, 91_000)}),
@@ -283,6 +299,22 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
 def test_what_is_not_proven_or_broken_is_marked(tmp_path, capsys, rule, mark, options):
     marks, lines = rule_marks(tmp_path, **{"name": "idea", "capsys": capsys, **options})
     assert marks[rule] == mark, lines[rule]
+
+
+def test_what_any_run_was_made_with_is_told(tmp_path, capsys):
+    """Also of a run that is not its group's first, and of what held from a resumption on."""
+    set_at_start = ON_OTHER_TERMS.partition("source\n")[2]
+    for environment, told in ((ON_OTHER_TERMS, "none then "), (set_at_start, "")):
+        folders = []
+        for name, time, of_run in (("a", 80_000, TOLD), ("b", 70_000, TOLD), ("c", 70_000, environment)):
+            times, losses = [time, time + 400, time + 200], [3.2752, 3.2751, 3.2755]
+            folders.append(write_runs(tmp_path / f"{len(told)}" / name, times, losses, environment=of_run))
+        os.replace(f"{folders.pop()}/2.txt", f"{folders[1]}/2.txt")
+        compare.main([*folders, "--rules"])
+        out = capsys.readouterr().out
+        assert "note: the runs of b differ in variables\n" in out
+        assert f"b changes: variables (none) → (none) or {told}TORCHINDUCTOR_MAX_AUTOTUNE='1'\n" in out
+        assert "- [!] No extra compiler flags: not in the baseline: TORCHINDUCTOR_MAX_AUTOTUNE='1'\n" in out
 
 
 def test_the_rule_of_the_clock_names_what_to_read(tmp_path, capsys):
@@ -319,8 +351,9 @@ def test_the_snippet_runs_and_prints_its_own_comments(two_groups, capsys):
 def test_rules_of_unreadable_sources_are_left_open():
     assert rules.flag_lines(b"x = = 1") == [] and not rules.statements(b"x = = 1", "data")
     bare, whole = parse_log(step_lines().encode()), parse_log(make_log())
-    for check in (rules.data_stream, rules.clock, rules.compiler_flags):
+    for check in (rules.data_stream, rules.clock):
         assert check(whole, bare) == (rules.OPEN, "logs hold no sources")
+    assert rules.compiler_flags(groups.Group("a", [whole]), groups.Group("b", [bare]))[0] == rules.OPEN
     assert rules.sources(groups.Group("bare", [bare]))[0] == rules.BROKEN
 
 

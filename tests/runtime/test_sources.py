@@ -174,6 +174,26 @@ def test_an_edit_during_a_run_does_not_reach_its_log_or_its_checkpoints(shards, 
     assert read_checkpoint(tmp_path / "logs" / "run" / END)["sources"]["idea.py"] == "before\n"
 
 
+def test_an_edit_during_a_run_does_not_reach_a_later_import(tmp_path):
+    """Every rank imports what the log holds, also within a step; a process that only imports the script does not."""
+    script = tmp_path / "idea.py"
+    (tmp_path / "pack").mkdir()
+    for name in ("helper.py", "pack/__init__.py", "pack/part.py"):
+        (tmp_path / name).write_text("SCALE = 1.0\n")
+    script.write_text(
+        f"import sys\nsys.path[:0] = [{f'{ROOT}'!r}]\nfrom pathlib import Path\nfrom launch.sources import Sources\n"
+        "sources = Sources(__file__)\ndef step():\n    import helper, pack.part\n    return helper.SCALE, pack.part.SCALE\n"
+        "before = sources.imported()\nfor name in ('helper.py', 'pack/part.py'):\n"
+        "    Path(__file__).parent.joinpath(name).write_text('SCALE = 0.3\\n')\n"
+        "print(*step(), sources.imported() == before, sources in sys.meta_path)\n"
+    )
+    done = subprocess.run([sys.executable, f"{script}"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1.0 1.0 True True\n", "")
+    assert all((tmp_path / name).read_text() == "SCALE = 0.3\n" for name in ("helper.py", "pack/part.py"))
+    done = subprocess.run([sys.executable, "-c", "import idea"], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("0.3 0.3 True False\n", "")
+
+
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A small project: its root, and a function that imports one of its files for the length of a test."""
