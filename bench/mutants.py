@@ -333,6 +333,8 @@ CHANGES = {  # by file: what, tests, old, new
          'numbers(there) < numbers(oldest or "0")', 'there < (oldest or "0")'),
     ),
     "launch/signals.py": (
+        ("a checkpoint that takes long is given up", "runtime/signals::test_a_checkpoint_takes_as_long_as_it_takes",
+         "if self.saving or not self.has_peers:", "if not self.has_peers:"),
         ("a launcher's copy of a signal is a second one",
          "runtime/signals::test_the_same_signal_at_once_is_one_and_later_a_second",
          "if number == self.received and time.monotonic()", "if False and time.monotonic()"),
@@ -378,6 +380,7 @@ CHANGES = {  # by file: what, tests, old, new
          "{self.path, *python_files(ROOT)}", "{self.path}"),
     ),
     "launch/start.py": (
+        ("who saves is killed", "faults/start::test_what_goes_on_is_waited_for", "> max(deadline, busy):", "> deadline:"),
         ("a stale compiled form is run", "faults/start::test_a_stale_compiled_form_is_not_run",
          "<= os.stat(path).st_ctime_ns", "<= os.stat(path).st_mtime_ns"),
         ("a script that ends while it is imported ends well",
@@ -442,6 +445,8 @@ CHANGES = {  # by file: what, tests, old, new
         ("true is false", "runtime/options", 'return text.lower() in ("true", "1")', 'return text.lower() in ("true",)'),
     ),
     "runtime/ranks.py": (
+        ("ranks wait for a first one that writes", "runtime/joining::test_the_others_meet_a_first_rank_that_takes_long",
+         "wait([work], pause)", "wait([work])"),
         ("an error of another rank is not raised", "runtime/bad_input runtime/trouble runtime/joining",
          "            if message:\n", "            if message and rank == 0:\n"),
         ("what a rank lacks is no difference",
@@ -536,6 +541,8 @@ CHANGES = {  # by file: what, tests, old, new
          'if last and not last.endswith(b"ms"):', 'if not last and last.endswith(b"ms"):'),
     ),
     "records/rules.py": (
+        ("what the script does with its batches may change", "records/compare::test_what_is_not_proven_or_broken_is_marked",
+         'reached |= {node.name} if hasattr(node, "name") else', 'reached |= set() if hasattr(node, "name") else'),
         ("flags of a group's first run alone count", "records/compare::test_what_any_run_was_made_with_is_told",
          "    for run in group.runs:\n        lines", "    for run in group.runs[:1]:\n        lines"),
         ("a line that may set a flag proves that none does", "records/compare::test_what_is_not_proven_or_broken_is_marked",

@@ -1,4 +1,4 @@
-"""What this machine and its software are, in words for a log."""
+"""What this machine, its software and its environment are."""
 
 import os
 import platform
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import torch
+
+from launch.console import RunError
 
 # What PyTorch and its libraries read of the environment and compute otherwise by; threads are told with the CPU.
 VARIABLES = re.compile(
@@ -40,3 +42,11 @@ def peak_memory(device: torch.device) -> str:
         allocated, reserved = (f(device) >> 20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
         return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
     return f"peak memory resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"
+
+
+def environment_number(name: str, default: int, least: int = 0) -> int:
+    """A number of torchrun's environment. Raises RunError if it is none, or too small."""
+    text = os.environ.get(name, f"{default}")[:20]  # Python reads no number of thousands of digits
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
+        raise RunError(f"{name}={text!r} in the environment: must be a number from {least} on: start with torchrun or unset it")
+    return int(text)

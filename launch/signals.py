@@ -1,19 +1,21 @@
 """Signals, and a launcher that is gone: heard at any time, obeyed by all ranks at the end of a step."""
 
+import functools
 import os
 import select
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from launch.console import RunError, guard_console, leave, tell
 
 LAUNCHER = "BANKRUN_LAUNCHER"  # in the environment of start.py's ranks: it tells of signals and dead ranks, once for all
-STOP_TIMEOUT = 25.0  # seconds for all ranks to obey a signal, less than a launcher's 30
+STOP_TIMEOUT = 25.0  # seconds for all ranks to end a step after a signal, less than a launcher's 30
+BUSY = signal.SIGURG  # from a rank to start.py, which then waits on; what does not know it takes no notice
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: a service manager's to all, and a launcher's copy
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAULT = -1  # beside their numbers: data that fail
@@ -31,7 +33,7 @@ class Signals:
     def __init__(self):
         self.received, self.agreed, self.heard_at = 0, 0, 0.0  # a signal's number, one of STOPS; 0: none
         self.before_end: Callable = lambda: None  # called before a signal ends this process at once
-        self.in_training, self.has_peers, parent = False, False, os.getppid()
+        self.in_training, self.saving, self.has_peers, parent = False, False, False, os.getppid()
         self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
         launched = self.launched or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = parent if launched else None  # the id of the process without which this one ends
@@ -93,14 +95,37 @@ class Signals:
             self.received, self.heard_at = number, time.monotonic()
             if not self.launched:
                 tell(f"{name}: ends after this step; a second one ends it at once")
-            if self.has_peers:
-                threading.Thread(target=self._give_up, args=(number,), daemon=True).start()
+            if self.has_peers or self.launched:
+                threading.Thread(target=self._await_end, args=(number,), daemon=True).start()
 
     def _end(self, why: str, code: int) -> None:
         self.before_end()
         leave(why, code)
 
-    def _give_up(self, number: int) -> None:
-        time.sleep(STOP_TIMEOUT)
+    def _await_end(self, number: int) -> None:
+        """Give up on a step that does not end. A checkpoint takes as long as its disk does, and one rank alone as its step:
+        the launcher, which would end them, hears that they go on."""
+        left = 25
+        while left and self.in_training:
+            time.sleep(STOP_TIMEOUT / 25)
+            left -= 1
+            if self.saving or not self.has_peers:
+                left = 25
+                if self.launched and os.getppid() == self.launcher:
+                    os.kill(self.launcher, BUSY)
         if self.in_training:
             self._end(f"the step did not end within {STOP_TIMEOUT:.0f} s: another rank has died or hangs", 128 + number)
+
+
+def while_saving(save: Callable) -> Callable:
+    """A method of a Run, for whose end a signal waits, however long that is."""
+
+    @functools.wraps(save)
+    def told(run: Any, *args: Any) -> Any:
+        run.signals.saving = True
+        try:
+            return save(run, *args)
+        finally:
+            run.signals.saving = False
+
+    return told

@@ -48,7 +48,7 @@ HIDES = "{} hides the module {!r} that others import: rename it"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: GNU timeout's to its child, then to its group
 LEAST_FILES = 64  # that a process may have open: 40 were enough for one rank on a CPU
-PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, runtime/ranks.py
+PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, launch/signals.py; more while one says that it saves
 # Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
 # the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13.
 RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
@@ -437,9 +437,10 @@ class Ranks:
     """
 
     def __init__(self, count: int, command: list[str], name: str):
-        self.name, self.received, self.heard = name, [], 0.0
+        self.name, self.received, self.heard, self.busy = name, [], 0.0, 0.0
         for number in heeded_signals():
             signal.signal(number, self._receive)
+        signal.signal(signal.SIGURG, self._hear_busy)  # launch/signals.py's BUSY
         self.store, port = loopback_store()
         self.processes: list[subprocess.Popen] = []
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it until they handle signals:
@@ -459,6 +460,9 @@ class Ranks:
             self.received.append(number)
             self.heard = time.monotonic()
 
+    def _hear_busy(self, *_: Any) -> None:
+        self.busy = time.monotonic()
+
     def wait(self, pause: float = 0.05) -> int:
         """The exit code: 0, a rank's own, 128 + a signal that was handed on, 1 for a rank that died by another."""
         told, failed, deadline = 0, None, float("inf")
@@ -476,7 +480,8 @@ class Ranks:
             if failed is None and (failed := self._failed()) is not None:
                 self._send(signal.SIGTERM)
                 deadline = time.monotonic() + PATIENCE
-            if time.monotonic() > deadline:
+            busy = self.busy + PATIENCE if told == 1 and failed is None else 0.0
+            if time.monotonic() > max(deadline, busy):
                 self._send(signal.SIGKILL)
             time.sleep(pause)
         failed = self._failed() if failed is None else failed

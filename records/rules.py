@@ -72,9 +72,10 @@ def data_stream(a: RunLog, b: RunLog) -> tuple[str, str]:
             return BROKEN, f"--{name} is {after}, was {before}"
     if not a.shards or not b.shards:
         return OPEN, f"the logs do not tell what --data={b.settings.get('data')} held"
-    if statements(a.script[1], "data") != statements(b.script[1], "data"):
-        return OPEN, "data/*.py are the baseline's; the script uses them in other statements: read its diff"
-    return PROVEN, "the shards, data/*.py and the script's statements that use them are the baseline's"
+    before, after = uses(a.script[1], "data"), uses(b.script[1], "data")
+    if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        return OPEN, f"data/*.py are the baseline's; the script uses them otherwise: read the diff of {names(differ)}"
+    return PROVEN, "the shards, data/*.py and what the script does with them are the baseline's"
 
 
 def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
@@ -131,19 +132,27 @@ def parsed(source: bytes) -> ast.AST:
         return ast.Module(body=[], type_ignores=[])
 
 
-def statements(source: bytes, package: str) -> Counter:
-    """The statements in which a script uses what it imports from a package; of those with a body, what stands before it."""
-    tree = parsed(source)
-    imports = [x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) and f"{x.module}.".startswith(f"{package}.")]
-    imported = {alias.asname or alias.name for node in imports for alias in node.names} | {package}
-    found = Counter(map(ast.dump, imports))
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.stmt):
-            fields = [value for name, value in ast.iter_fields(statement) if name not in BODIES]
-            nodes = [x for value in fields for x in (value if isinstance(value, list) else [value]) if isinstance(x, ast.AST)]
-            if any(isinstance(x, ast.Name) and x.id in imported for node in nodes for x in ast.walk(node)):
-                found[" ".join(map(ast.dump, nodes))] += 1
-    return found
+def uses(source: bytes, package: str) -> dict[str, str]:
+    """What a script does with a package, by name: its functions and classes that name what is imported from there, those that
+    name one of these, and so on; so of its other statements and what they assign."""
+    tree, reached, imports = parsed(source), {package}, []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            if ours := [alias for alias in node.names if f"{base}{alias.name}.".startswith(f"{package}.")]:
+                imports.append(ast.dump(node))
+                reached |= {alias.asname or alias.name for alias in ours}
+    found, rest = {"the imports": imports}, [x for x in tree.body if not isinstance(x, (ast.Import, ast.ImportFrom))]
+    while near := [node for node in rest if reached & names_in(node, ast.Load)]:
+        rest = [node for node in rest if node not in near]
+        for node in near:
+            found.setdefault(getattr(node, "name", "its statements"), []).append(ast.dump(node))
+            reached |= {node.name} if hasattr(node, "name") else names_in(node, ast.Store)
+    return {name: " ".join(sorted(dumps)) for name, dumps in found.items()}
+
+
+def names_in(node: ast.AST, context: type) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, context)}
 
 
 def untimed(source: bytes) -> dict[str, str]:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.console import AgreedError, RunError
-from launch.machine import usable_cores
+from launch.machine import environment_number, usable_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
@@ -61,6 +62,14 @@ class Ranks(NamedTuple):
         self.raise_together(error)
         return result
 
+    def on_first(self, function: Callable, pause: float = 60.0) -> Any:
+        """on_all of the first rank alone, however long it takes: the others hear every `pause` seconds that it goes on."""
+        with ThreadPoolExecutor(1) as aside:
+            work = aside.submit(function if self.first else str)
+            while not all(self.gather(bool(wait([work], pause).done))):
+                pass
+            return self.on_all(work.result)
+
     def collect(self, x: Tensor) -> list[Tensor]:
         """On the first rank, every rank's x, in order; nothing on the others. x on the CPU, (n, …); n may differ."""
         octets = x.contiguous().view(torch.uint8)  # not every dtype can be pickled
@@ -93,19 +102,10 @@ def join_ranks() -> Ranks:
         torch.set_num_threads(max(1, usable_cores() // local_size))
     if launched:
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
-            dist.init_process_group(store=store, **how)
+            dist.init_process_group(store=next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0], **how)
         except (RuntimeError, ValueError) as error:
             place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             advice = "are all of them started, once each, and is the port free?"
             fault = f"rank {rank} of {world_size} cannot join the others at {place}, {advice} {str(error).splitlines()[0]}"
             raise RunError(fault) from error
     return Ranks(rank, world_size, device)
-
-
-def environment_number(name: str, default: int, least: int = 0) -> int:
-    """A number of torchrun's environment. Raises RunError if it is none, or too small."""
-    text = os.environ.get(name, f"{default}")[:20]  # Python reads no number of thousands of digits
-    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
-        raise RunError(f"{name}={text!r} in the environment: must be a number from {least} on: start with torchrun or unset it")
-    return int(text)

@@ -16,13 +16,12 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
 from launch.machine import machine_facts, peak_memory
-from launch.signals import FAULT, Signals
+from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused
 from runtime import checkpoints
 from runtime.log import Clock, Log, StepReport, log_header, step_line
@@ -107,7 +106,7 @@ class Run:
             batches.close()
         return iter(batches)
 
-    def report_loss(self, step: int, loss: Tensor) -> None:
+    def report_loss(self, step: int, loss: torch.Tensor) -> None:
         """Send this rank's loss, 0-dim, on its way to all, behind the step's last backward pass."""
         self.current = StepReport(step, loss, self._stop(), self.ranks)
 
@@ -159,7 +158,7 @@ class Run:
     def _stop(self) -> int:
         return self.signals.received or FAULT * bool(self.faults)
 
-    def heard_signal(self, loss: Tensor) -> bool:
+    def heard_signal(self, loss: torch.Tensor) -> bool:
         """Within a pause: has any rank received a signal, or bad data? loss: any 0-dim tensor on the ranks' device."""
         _, self.signals.agreed = StepReport(0, loss, self._stop(), self.ranks).read()
         return bool(self.signals.agreed)
@@ -178,6 +177,7 @@ class Run:
                 return f"not finite: the {kind} of {', '.join(label for label in tensors if label in bad)}"
         return ""
 
+    @while_saving
     def _save(self, step: int) -> str:
         """What became of a checkpoint, in words: a full disk does not end the run. Raises AgreedError for infinities, NaN."""
         path, state = self.folder / f"step_{step:06d}.pt", checkpoints.whole_state(self.manager, self.ranks)
@@ -196,7 +196,7 @@ class Run:
                 self.log.write(self.unsaved, console=True)
             return self.unsaved or f"checkpoint {path}"
 
-        return self.ranks.on_all(write if self.ranks.first else str)
+        return self.ranks.on_first(write)
 
     def _stop_if_agreed(self, step: int) -> None:
         """Save, tell, and raise Stopped after a signal, AgreedError after a fault."""

@@ -166,6 +166,26 @@ def test_one_signal_to_the_launcher_and_its_ranks_saves(shards, tmp_path, ranks_
     assert re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint \S+", last), last
 
 
+def test_a_signal_waits_for_a_checkpoint_however_slow_the_disk(shards, tmp_path, monkeypatch):
+    """Here 3 s where ranks wait 1 s for the end of a step: some GiB on a disk of a laptop take minutes."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\nsys.path.insert(0, %r)\nif 'RANK' in os.environ:\n    import launch.signals\n"
+        "    launch.signals.STOP_TIMEOUT, fsync = 1.0, os.fsync\n"
+        "    os.fsync = lambda number: ('.pt' in os.readlink(f'/proc/self/fd/{number}') and time.sleep(3), fsync(number))\n"
+        % f"{ROOT}"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
+    arguments = options(shards, tmp_path, **LONG | dict(save_every=999))
+    command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *arguments]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "RANKS": "2"})
+    log = tmp_path / "logs" / "run.txt"
+    wait_until(lambda: "\nstep:2/" in text_of(log))
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 143
+    last = re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint (\S+)", text_of(log).splitlines()[-1])
+    assert last and read_checkpoint(Path(last[1]))["run_id"] == "run"
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-16"])
 def test_what_a_console_cannot_show_is_replaced(shards, tmp_path, monkeypatch, encoding, no_warm_up):
     """The sample's ⟫, and what the model writes; so in sample.py."""

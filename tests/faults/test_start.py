@@ -303,7 +303,7 @@ def test_a_signal_ends_the_tool_that_makes_the_data(shards, tmp_path, monkeypatc
 @pytest.mark.parametrize("program", ["start.py", "environment.py"])
 def test_ctrl_c_while_it_imports_is_quiet(tmp_path, program, safe):
     """Here it meets a module of Python's own that never comes, as PYTHONPATH goes before them."""
-    (tmp_path / "shutil.py").write_text(f"import time\nopen({f'{tmp_path}/here'!r}, 'w')\ntime.sleep(600)")
+    (tmp_path / "shutil.py").write_text(f"import time\nopen({f'{tmp_path}/here'!r}, 'w')\nwhile True: time.sleep(0.1)")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}", "PYTHONSAFEPATH": safe}
     command = [PYTHON, f"{ROOT}/launch/{program}", f"{ROOT}/requirements.txt"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -780,6 +780,41 @@ def test_ranks_that_do_not_end_are_killed(ranks, monkeypatch):
     deaf = "signal.signal(15, signal.SIG_IGN)\nrank or sys.exit(time.sleep(0.5) or 1)\ntime.sleep(50)"
     begun = time.monotonic()
     assert ranks(deaf) == (1, "") and time.monotonic() - begun < 25
+
+
+SAVES = """\
+from launch import signals
+signals.STOP_TIMEOUT = 0.2
+with signals.Signals() as heard:
+    heard.in_training, heard.has_peers, heard.saving = True, {peers}, {saving}
+    open(f"{place}/{{rank}}", "w")
+    while len(os.listdir("{place}")) < 1 + heard.has_peers: time.sleep(0.01)
+    rank or os.kill(os.getppid(), 15)
+    time.sleep(2)
+    print("through", file=sys.stderr)
+    heard.in_training = heard.saving = False
+    {after}
+"""
+
+
+@pytest.mark.parametrize("peers, saving", [(True, True), (False, False)])
+def test_what_goes_on_is_waited_for(ranks, monkeypatch, tmp_path, peers, saving):
+    """A checkpoint that is written, a step of one rank alone; for what then hangs no longer than for others."""
+    monkeypatch.setattr(launcher, "PATIENCE", 0.5)
+    (one := tmp_path / "one").mkdir()
+    code, said = ranks(SAVES.format(place=one, peers=peers, saving=saving, after="os._exit(0)"), 1 + peers)
+    assert (code, said.count("through\n"), said.count("\n")) == (0, 1 + peers, 2 + peers), said
+    begun = time.monotonic()
+    (other := tmp_path / "other").mkdir()
+    code, said = ranks(SAVES.format(place=other, peers=peers, saving=saving, after="time.sleep(50)"), 1 + peers)
+    assert (code, said.count("through\n")) == (143, 1 + peers) and time.monotonic() - begun < 40, said
+
+
+def test_a_second_signal_ends_also_who_saves(ranks, monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "PATIENCE", 0.5)
+    again = SAVES.replace("    time.sleep(2)", "    time.sleep(1.5)\n    rank or os.kill(os.getppid(), 15)\n    time.sleep(50)")
+    code, said = ranks(again.format(place=tmp_path, peers=True, saving=True, after=""))
+    assert code == 143 and "through" not in said
 
 
 def test_nohup_stays_in_force(ranks):

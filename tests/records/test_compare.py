@@ -197,10 +197,16 @@ def warm_up():
     return run
 def step(x):
     return x
+def stream(n):
+    return batches(n)
+PARTS = batches(2)
+SIZES = PARTS.sizes
+def half(x):
+    return SIZES[0]
 def train(run):
     model = prepare(run)
     run.start_clock()
-    for x in batches(4):
+    for x in stream(x):
         with run.paused(1):
             validate()
         step(x)
@@ -208,7 +214,10 @@ def train(run):
 SCRIPTS = {
     "base": BASE,
     "idea": BASE.replace("lr = 1", "lr = 2").replace("    return x\n", "    return lr * x\n"),
-    "data": BASE.replace("batches(4)", "batches(8)"),
+    "data": BASE.replace("batches(2)", "batches(8)"),
+    "skips": BASE.replace("in stream(x)", "in list(stream(x))[7:]"),
+    "fewer": BASE.replace("SIZES[0]", "SIZES[0] // 2"),
+    "module": BASE.replace("import torch", "import torch\nimport data.loader as other"),
     "pause": BASE.replace("validate()\n        step", "validate(step)\n        step"),
     "stopped": BASE.replace("        step(x)", "        run.clock.stop()\n        step(x)\n        run.clock.start()"),
     "before": BASE.replace("    run.start_clock()", "    step(0)\n    run.start_clock()"),
@@ -261,6 +270,9 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
     "rule, mark, options",
     [
         (0, " ", {"name": "data"}),
+        (0, " ", {"name": "skips"}),
+        (0, " ", {"name": "fewer"}),
+        (0, " ", {"name": "module"}),
         (0, "!", {"modules": MODULES | {"data/loader.py": b"a = 2\n"}}),
         (0, "x", {"modules": MODULES | {"data/loader.py": b"a = 1  # one\n"}}),
         (0, " ", {"modules": {}, "base_modules": {}}),
@@ -349,7 +361,7 @@ def test_the_snippet_runs_and_prints_its_own_comments(two_groups, capsys):
 
 
 def test_rules_of_unreadable_sources_are_left_open():
-    assert rules.flag_lines(b"x = = 1") == [] and not rules.statements(b"x = = 1", "data")
+    assert rules.flag_lines(b"x = = 1") == [] and rules.uses(b"x = = 1", "data") == {"the imports": ""}
     bare, whole = parse_log(step_lines().encode()), parse_log(make_log())
     for check in (rules.data_stream, rules.clock):
         assert check(whole, bare) == (rules.OPEN, "logs hold no sources")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,28 @@ def fail_on(rank: int, ranks: Ranks, error: Exception) -> int:
     return ranks.rank
 
 
+def slow_first(ranks: Ranks, error: Exception | None = None) -> tuple[Any, int]:
+    """What on_first says of a work of 1 s, told every 0.1 s, and how often the ranks have met meanwhile."""
+    met, gather = [], dist.all_gather_object
+
+    def work() -> str:
+        time.sleep(1)
+        if error:
+            raise error
+        return f"done on {ranks.rank}"
+
+    dist.all_gather_object = lambda *items: (met.append(1), gather(*items))
+    try:
+        return raised(ranks.on_first, work, 0.1) if error else ranks.on_first(work, 0.1), len(met)
+    finally:
+        dist.all_gather_object = gather
+
+
 def agree(rank: int, world_size: int) -> dict[str, Any]:
     """What this rank gets from each of the methods that talk to others."""
-    runtime_ranks.time.sleep = lambda _: None
     ranks = Ranks(rank, world_size, torch.device("cpu"))
+    slow = {"slow": slow_first(ranks), "slow and failing": slow_first(ranks, OSError("no disk"))}
+    runtime_ranks.time.sleep = lambda _: None
     uneven = torch.arange(3 * (rank + 1)).view(-1, 3)
     tensors = {
         "uneven": uneven,
@@ -114,6 +133,7 @@ def agree(rank: int, world_size: int) -> dict[str, Any]:
         "without a word": raised(ranks.on_all, fail_on, 1, ranks, ValueError()),
         "both": raised(ranks.raise_together, RunError(f"of {rank}")),
         "none": ranks.raise_together(None),
+        **slow,
     }
 
 
@@ -131,6 +151,14 @@ def test_the_first_rank_gets_every_tensor_whatever_its_size_and_dtype(agreed):
     for name, (sent, got) in first.items():
         assert common.unequal(dict(enumerate(got)), {0: sent, 1: second[name][0]}) == [], name
         assert second[name][1] == []
+
+
+def test_the_others_meet_a_first_rank_that_takes_long(agreed):
+    """So that none waits as for one that hangs; a fault is raised on each."""
+    assert [found["slow"][0] for found in agreed] == ["done on 0", ""]
+    assert [found["slow and failing"][0] for found in agreed] == ["no disk", "no disk"]
+    for found in agreed:
+        assert found["slow"][1] > 4 and found["slow and failing"][1] > 4
 
 
 def test_one_rank_alone_has_what_it_sends():

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 import train_gpt
 from common import exit_code, forked, lines_of, options, text_of, wait_until
 from launch import signals
-from launch.signals import ONE_SIGNAL, Signals
+from launch.signals import ONE_SIGNAL, Signals, while_saving
 from runtime import checkpoints
 from runtime.checkpoints import read_checkpoint
 from runtime.run import Run
@@ -183,6 +184,23 @@ def test_ranks_that_cannot_end_the_step_give_up(tmp_path, monkeypatch, has_peers
 
     assert exit_code(forked(slow_step, tmp_path / "output"), 10) == code
     assert ("another rank has died or hangs" in text_of(tmp_path / "output")) == has_peers
+
+
+def test_a_checkpoint_takes_as_long_as_it_takes(tmp_path, monkeypatch):
+    """Whether the signal comes before it or meanwhile: the first one, that is."""
+    monkeypatch.setattr(signals, "STOP_TIMEOUT", 0.2)
+
+    def slow_disk() -> None:
+        with Signals() as heard:
+            heard.in_training = heard.has_peers = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            run = SimpleNamespace(signals=heard)
+            print(while_saving(lambda run, step: time.sleep(1) or f"step {step}")(run, 3), heard.saving, flush=True)
+            time.sleep(50)
+
+    assert exit_code(forked(slow_disk, tmp_path / "output"), 10) == 143
+    said = text_of(tmp_path / "output")
+    assert "step 3 False\n" in said and said.endswith("the step did not end within 0 s: another rank has died or hangs\n")
 
 
 def left_behind(work: Callable[[], None]) -> Signals:
