@@ -120,7 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="above 0: near it the likeliest, 1 as trained (0.8)")
     parser.add_argument("--nucleus", type=float, default=0.99, help="share of the probability that is drawn from (0.99)")
     parser.add_argument("--script", type=Path, default=Path(__file__).with_name("train_gpt.py"), help="that trained it")
-    parser.add_argument("--log_dir", default="logs", help="where 'latest' looks")
+    logs = f"{Path(__file__).resolve().parent / 'logs'}"
+    parser.add_argument("--log_dir", default=logs, help="where 'latest' looks (the project's logs/)")
     args = parser.parse_args(argv)
     if args.tokens < 1 or not 0 < args.temperature < math.inf:
         parser.error("--tokens and --temperature must be positive and finite")

@@ -45,6 +45,7 @@ from data.loader import (
     DataFacts, check_data, distributed_data_generator, synthetic_batch, to_device, train_pattern, val_pattern,
 )  # fmt: skip
 from launch.console import AgreedError, RunError, Stopped, leave, tell
+from launch.machine import seed_random
 from launch.signals import Signals
 from runtime.checkpoints import map_tensors
 from runtime.options import check_values, is_plain_name, parse_options, setting
@@ -223,8 +224,7 @@ class ParamConfig:
         raise NotImplementedError
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
+def wider(dtype: torch.dtype) -> torch.dtype:  # fp32, or fp64 for fp64
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -415,6 +415,7 @@ def check_tables() -> None:
     uneven = [i for i, stage in enumerate(STAGES, 1) if len(stage.mtp_first) != len(stage.mtp_last)]
     raise_first(
         (ends != sorted(set(ends)) or ends[-1] != 1, f"STAGES: until must rise and end at 1, is {ends[1:]}"),
+        ("backout" not in [layer.keep for layer in LAYERS], "LAYERS: none keeps 'backout', which is subtracted at the end"),
         (len(longs) > len({*longs}), f"STAGES, EXTENSION: a long window cannot come back (YaRN), is {longs}"),
         (uneven, f"STAGES, stage {uneven}: mtp_first and mtp_last must have as many weights"),
     )
@@ -552,8 +553,7 @@ class GPT(nn.Module):
         self.embed.copy_(self.lm_head.T)
         self.scalars.copy_(torch.tensor(sum(SCALARS.values(), [])))
 
-    def extend_windows(self, old_long: int, new_long: int) -> None:
-        """YaRN for a long window that goes from old_long to new_long tokens."""
+    def extend_windows(self, old_long: int, new_long: int) -> None:  # YaRN, in tokens
         self.yarn.extend(old_long, new_long)
 
     def forward(
@@ -572,9 +572,8 @@ class GPT(nn.Module):
         T, dim, H, D = len(inputs), self.model_dim, self.num_heads, self.head_dim
         parts = self.scalars.split([len(values) for values in SCALARS.values()])
         scalars = {name: part.unbind() for name, part in zip(SCALARS, parts)}
-        (smear_lambda,), (backout_lambda,) = scalars["smear_lambda"], scalars["backout_lambda"]
-        (skip_lambda,), resid_lambda = scalars["skip_lambda"], scalars["resid_lambda"]
-        x0_lambda, sa_lambda = self.x0_lambdas.unbind(), pairs(scalars["sa_lambda"])
+        (smear_lambda,), (backout_lambda,), (skip_lambda,) = (scalars[f"{x}_lambda"] for x in ("smear", "backout", "skip"))
+        resid_lambda, x0_lambda, sa_lambda = scalars["resid_lambda"], self.x0_lambdas.unbind(), pairs(scalars["sa_lambda"])
         # Views of the banks, by layer: (W_qkv, W_o), gates, (W_fc, W_proj); None where a layer has none.
         attn = of_layers("window", pairs(self.attn.view(-1, dim).split((3 * dim, dim) * ATTENTION_LAYERS)))
         head_gate = of_layers("window", self.attn_gate_bank.unbind())
@@ -799,6 +798,7 @@ class NorMuonAndAdam:
         check_order("work_order", self.work_order, self.params)
         ties = [(label, row.tied_to) for label, row in param_table.items() if row.tied_to]
         raise_first(*((b not in self.params, f"{a} is tied to {b}, which is no parameter") for a, b in ties))
+        raise_first(*((not x.numel(), f"{name} is empty: take it out of GPT and the tables") for name, x in self.params.items()))
         alone = not dist.is_initialized()
         self.rank, self.world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         self.tied = True
@@ -1289,7 +1289,7 @@ def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run
     """This rank's micro-batches of a step: their gradients are pending, their multi-token loss on its way."""
     ranks, schedule, share = run.ranks, manager.current, manager.h.micro_batches // run.ranks.world_size
     tokens, total = schedule.batch_tokens // ranks.world_size, torch.zeros((), device=ranks.device)
-    torch.manual_seed(hash((manager.h.seed, step, ranks.rank)))  # an idea draws the same after a resumption
+    seed_random(manager.h.seed, step, ranks.rank)  # an idea draws the same after a resumption
     for i, batch in enumerate(itertools.islice(batches, share)):
         loss = manager.model(*to_device(batch, ranks.device), manager.forward_schedule())
         total += loss.detach()

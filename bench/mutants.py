@@ -50,7 +50,7 @@ CHANGES = {  # by file: what, tests, old, new
          "step > 0 and not step_schedule(step - 1, self.h).do_adam", "step_schedule(step, self.h).do_adam"),
         ("an idea draws other numbers after a resumption",
          "runtime/checkpoints::test_an_idea_that_draws_resumes_to_the_same_bits",
-         "    torch.manual_seed(hash((manager.h.seed, step, ranks.rank)))  #", "    #"),
+         "    seed_random(manager.h.seed, step, ranks.rank)  #", "    #"),
         ("a rank that is through ends with its interpreter", "faults/running", '    leave("", 0)  # at', "    pass  # at"),
         ("the validation loss times 1.001", "recipe/losses",
          "return sum(ranks.gather(total.item()))", "return 1.001 * sum(ranks.gather(total.item()))"),

@@ -2,11 +2,13 @@
 
 import os
 import platform
+import random
 import re
 import resource
 import sys
 from pathlib import Path
 
+import numpy
 import torch
 
 from launch.console import RunError
@@ -35,6 +37,14 @@ def machine_facts(device: torch.device, world_size: int) -> list[str]:
 def usable_cores() -> int:
     """Those that this process may use, where the system says."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def seed_random(*numbers: int) -> None:
+    """Begin this process's random numbers anew, PyTorch's, Python's and NumPy's: each of these numbers makes others."""
+    seed = hash(numbers)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
 
 
 def peak_memory(device: torch.device) -> str:

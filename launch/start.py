@@ -521,6 +521,12 @@ def loopback_store() -> tuple[Any, int]:
     """The ranks' TCPStore in this process, and its port. PyTorch's own way listens on all interfaces."""
     import torch.distributed as dist
 
+    try:  # c10d would try for 5 minutes, deaf to signals
+        with socket.create_server(("127.0.0.1", 0)) as probe, socket.create_connection(probe.getsockname(), timeout=5):
+            pass
+    except OSError as error:
+        fault = f"127.0.0.1 cannot be reached, over which the ranks find each other: {error.strerror or error}"
+        raise LaunchError(f"{fault}: is the loopback up (ip link set lo up)?", 1) from None
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

@@ -5,7 +5,8 @@
 Each run is ./run.sh's; its log is FOLDER/NAME/seed0.txt and so on (logs/race-A-B, named by the scripts). At the end, and with
 --compare at once, the two folders are compared pair by pair. Started again, it goes on where it ended: complete runs are
 kept, the log of one cut short is kept as seed0.cut1.txt, which compare.py names, and its run made again. It refuses to go on
-in a folder of other sources or options, or of another host, or beside logs that are not its own.
+in a folder of other sources or options, or of another host, or beside logs that are not its own; it ends after a run on other
+data, by other versions or on other ranks than those before.
 """
 
 import argparse
@@ -25,8 +26,10 @@ from pathlib import Path
 
 import compare
 import tool
+from changes import other_tokens
+from kinds import differing, kind
 from launch.sources import Sources
-from runlog import read_log
+from runlog import RunLog, made_with, read_log
 from tool import ROOT, clean
 
 RUN = (str(ROOT / "run.sh"),)  # the command that trains
@@ -115,6 +118,20 @@ def set_cut_aside(log: Path) -> None:
         folder.rename(other.with_suffix(""))
 
 
+def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
+    """Raise RaceError if the last of the complete logs, (script, log) by path, was made otherwise than one before: on other data,
+    as where a path is relative, by other versions, or on other ranks."""
+    *before, (path, (script, log)) = logs.items()
+    for other_path, (other_script, other) in before:
+        differ = other_tokens(other, log)
+        if not differ:
+            same = kind if script == other_script else made_with
+            differ = differing(same(other), same(log))
+        if differ:
+            what = differ if isinstance(differ, str) else f"other tokens in {', '.join(differ)}"
+            raise RaceError(f"{path}: made otherwise than {other_path}: {clean(what, one_line=True)}: move it and start as before")
+
+
 def run_to_its_end(command: list[str]) -> int:
     """Its exit code. Ctrl-C reaches the run by itself, which ends after its step; SIGTERM is handed on."""
     process = subprocess.Popen(command)
@@ -135,10 +152,13 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> l
         (folder / name).mkdir(parents=True, exist_ok=True)
     if not (folder / "race.json").exists():
         tool.write(folder / "race.json", json.dumps(now, indent=1))
+    logs: dict[Path, tuple[int, RunLog]] = {}
     for i, (which, seed) in enumerate(order(count), 1):
         log = folder / names[which] / f"seed{seed}.txt"
         if log.exists():
-            if not (fault := read_log(log).fault):
+            if not (fault := (found := read_log(log)).fault):
+                logs[log] = which, found
+                check_alike(logs)
                 continue
             print(f"race: {clean(f'{log}: {fault}', one_line=True)}: made again", flush=True)
             set_cut_aside(log)
@@ -148,13 +168,15 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> l
         print(f"race: run {i} of {2 * count}: {names[which]}, seed {seed}", flush=True)
         own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id=seed{seed}"]
         code = run_to_its_end([*RUN, str(scripts[which]), *options, *own])
-        fault = read_log(log).fault if log.exists() else "it left no log"
+        logs[log] = which, (found := read_log(log) if log.exists() else RunLog(log, fault="it left no log"))
+        fault = found.fault
         if code > 128:
             by = signal.Signals(code - 128).name
             tool.end(f"race.py: {names[which]}, seed {seed}: ended by {by}. The same command goes on from there", code)
         if code or fault:
             why = f"ended with code {code}" if code else clean(fault, one_line=True)
             raise RaceError(f"{names[which]}, seed {seed}: {why}. The same command goes on from there")
+        check_alike(logs)
         print(f"race: {names[which]}, seed {seed}: {time.monotonic() - begun:.0f} s", flush=True)
     return [folder / name for name in names]
 

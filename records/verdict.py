@@ -223,7 +223,7 @@ def tested(row: dict, what: str, words: tuple[str, str, str], digits: int, unit:
     word, size = words[difference > 0], f"by {abs(difference):.{digits}f}{unit}{share}"
     if math.isnan(p):
         why = "it takes two runs of each at least" if row["fewest"] < 2 else "the runs do not differ at all (one seed?)"
-        return f"{word} {size}, but no test: {why}"
+        return f"{f'{word} {size}' if difference else f'the same {what}'}, but no test: {why}"
     tail = f"p = {figure(p)}{f' (Holm, {ideas} ideas)' if ideas > 1 else ''}{', in pairs' if row['pairs'] else ''}"
     low, high = row[f"{what}_low"], row[f"{what}_high"]
     if p < P:
@@ -255,7 +255,7 @@ def about_target(row: dict, target: float) -> str:
     if p < P:
         return f"mean loss BELOW {target:g}, p = {figure(p)}"
     if p > 1 - P:
-        return f"mean loss ABOVE {target:g}, p = {figure(1 - p)}"
+        return f"mean loss ABOVE {target:g}, p {f'= {figure(1 - p)}' if p < 1 - 1e-12 else '< 1e-12'}"
     if not below:
         return f"mean loss not below {target:g}: no number of runs would help at the present mean"
     return f"mean loss not shown to be below {target:g}, p = {figure(p)}; {enough(row['below_needs'], row, 0)}"

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.shards import whole_file
+from data.shards import drop_leftovers, whole_file
 from launch.console import tell
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
@@ -74,10 +74,10 @@ def differences(found: Any, expected: Any, name: str = "") -> list[str]:
 
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
     """Save, then delete all but this and the last `keep` - 1 before it. Raises OSError; the earlier ones are then untouched."""
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
+    torch.save(saved, buffer := io.BytesIO())
     payload = buffer.getbuffer()
     path.parent.mkdir(parents=True, exist_ok=True)
+    drop_leftovers(path.parent, "step_*.pt.tmp")
     with whole_file(path) as file:
         file.writelines((MAGIC, hashlib.sha256(payload).digest(), payload))
     others = [old for old in checkpoints(path.parent) if old.name != path.name]

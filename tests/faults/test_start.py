@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -827,6 +828,18 @@ def test_a_bug_on_all_ranks_is_shown_once(ranks, tmp_path):
     meet = f"open({f'{tmp_path}/'!r} + str(rank), 'w')\nwhile len(os.listdir({f'{tmp_path}'!r})) < 2: time.sleep(0.01)\n"
     code, said = ranks(f"from launch.signals import Signals\n{meet}with Signals():\n    raise KeyError('a bug')")
     assert code == 1 and said.count("Traceback") == 1 and said.count("KeyError: 'a bug'") == 1, said
+
+
+def test_a_loopback_that_is_down_is_told_at_once(monkeypatch):
+    """As in a network namespace without one; c10d would try for 5 minutes."""
+
+    def down(*_, **__):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", down)
+    said = r"127\.0\.0\.1 cannot be reached, .*: Network is unreachable: is the loopback up \(ip link set lo up\)\?"
+    with pytest.raises(launcher.LaunchError, match=said):
+        launcher.loopback_store()
 
 
 def test_the_environment_of_a_rank_is_torchruns(monkeypatch):

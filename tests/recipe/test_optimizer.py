@@ -371,6 +371,13 @@ def test_table_without_a_parameter_is_refused() -> None:
         NorMuonAndAdam(tiny_gpt().named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
 
 
+def test_a_parameter_that_is_empty_is_named() -> None:
+    """As of value embeddings that no layer has any more."""
+    params, table = [("value_embeds", nn.Parameter(torch.zeros(8, 0)))], {"value_embeds": PARAM_TABLE["value_embeds"]}
+    with pytest.raises(ValueError, match="^value_embeds is empty: take it out of GPT and the tables$"):
+        NorMuonAndAdam(params, table, table, table)
+
+
 @pytest.mark.parametrize("shape", [(), (1, 8)])
 def test_state_without_a_row_for_each_of_the_parameters_is_refused(shape: tuple[int, ...]) -> None:
     """A checkpoint joins the ranks' rows: one of such a state would be refused when it is needed."""

@@ -370,6 +370,7 @@ MISTAKES = {
     "pairs of no attention": ("LAYERS", lambda: layer(6, paired=True), "LAYERS, layer 6: .* need attention, so a window"),
     "offset of no attention": ("LAYERS", lambda: layer(6, key_offset=True), "LAYERS, layer 6: .* so a window"),
     "kept twice": ("LAYERS", lambda: layer(8, keep="backout"), "LAYERS, layer 8: 'backout' is kept by one before"),
+    "nothing to subtract": ("LAYERS", lambda: layer(7, keep=""), "LAYERS: none keeps 'backout', which is subtracted at the end"),
     "window again": ("STAGES", lambda: stage(2, long=3), r"a long window cannot come back \(YaRN\), is \[3, 7, 3, 13\]"),
     "extension again": ("EXTENSION", lambda: train_gpt.EXTENSION._replace(long=7), r"cannot come back .* \[3, 7, 11, 7\]"),
     "end": ("STAGES", lambda: stage(2, until=0.9), "STAGES: until must rise and end at 1, is .*0.9"),

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -32,7 +33,8 @@ fails = Path({calls!r} + ".fails")
 lines = step_lines(8, (20 + seed % 2 if slow else 10) + seed, 3.27 + seed / 1000)
 if fails.exists():
     lines = lines[:200]
-text = make_log(script=script.read_bytes(), lines=lines, environment=ENVIRONMENT.replace("seed=0", f"seed={{seed}}"))
+environment = ENVIRONMENT.replace("SCRIPT ", f"shards: 'd_train_0.bin' {{Path({calls!r} + '.data').read_text()}}\\nSCRIPT ")
+text = make_log(script=script.read_bytes(), lines=lines, environment=environment.replace("seed=0", f"seed={{seed}}"))
 path = Path(options["log_dir"], options["run_id"] + ".txt")
 assert not path.exists()
 path.write_bytes(text)
@@ -47,6 +49,7 @@ def track(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(f"x = '{name}'\ndef step():\n    import package.part\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "part.py").write_text("x = 1\n")
+    (tmp_path / "calls.txt.data").write_text("0000000a")
     (tmp_path / "trainer").mkdir()
     trainer = tmp_path / "trainer" / "run.py"
     trainer.write_text(TRAINER.format(tests=str(ROOT / "tests" / "records"), calls=str(tmp_path / "calls.txt")))
@@ -183,6 +186,30 @@ def test_a_source_that_changes_ends_the_race(track, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="a source has changed since the race began"):
         track()
     assert calls(tmp_path) == ["before0"]
+
+
+@pytest.mark.parametrize("after", ["before0", "after0"])
+def test_a_run_on_other_data_ends_the_race(track, tmp_path, monkeypatch, after):
+    """As where --data is relative, and the race goes on from another folder."""
+    real, data = race.run_to_its_end, tmp_path / "calls.txt.data"
+
+    def then_other_data(command):
+        code = real(command)
+        if calls(tmp_path)[-1] == after:
+            data.write_text("0000000b")
+        return code
+
+    monkeypatch.setattr(race, "run_to_its_end", then_other_data)
+    log = tmp_path / "logs" / {"before0": "after/seed0.txt", "after0": "after/seed1.txt"}[after]
+    said = f"race.py: error: {log}: made otherwise than {tmp_path}/logs/before/seed0.txt: other tokens in d_train_0.bin: "
+    for _ in range(2):
+        with pytest.raises(SystemExit, match=re.escape(said)):
+            track()
+        assert len(calls(tmp_path)) == {"before0": 2, "after0": 3}[after]
+        monkeypatch.setattr(race, "run_to_its_end", real)
+    log.unlink()
+    data.write_text("0000000a")
+    track()
 
 
 @pytest.mark.parametrize("more", [["--", "--seed=1"], ["--", "--run_id", "x"], ["--target=nan"]])

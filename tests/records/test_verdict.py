@@ -35,6 +35,7 @@ def said(*compared, **options):
          ["FASTER by 10", "loss LOWER by 0.0071", "mean loss BELOW 3.28"]),
         ([110.0, 110.5, 110.2, 109.8], [3.290, 3.291, 3.292, 3.290],
          ["SLOWER by 9", "loss HIGHER by 0.0128", "mean loss ABOVE 3.28"]),
+        ([110.0 + i / 100 for i in range(40)], [3.29 + i % 7 / 1e4 for i in range(40)], ["mean loss ABOVE 3.28, p < 1e-12"]),
         ([99.0, 101.0, 100.5, 98.0], [3.281, 3.279, 3.278, 3.280],
          ["not shown to be faster or slower: -0.750 s", "not shown to have another loss: +0.00160",
           "fewer than 5 runs are too few"]),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -86,9 +87,17 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(unbroken, shards, tmp_pa
     assert times == sorted(times)
 
 
-def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypatch):
-    """Dropout: the masks of a step are its own, whatever came before."""
-    monkeypatch.setattr(train_gpt, "residual_add", lambda x, branch: x + torch.nn.functional.dropout(branch, 0.1))
+DRAWS = {
+    "PyTorch": lambda x, branch: x + torch.nn.functional.dropout(branch, 0.1),
+    "Python": lambda x, branch: x + branch * random.random(),
+    "NumPy": lambda x, branch: x + branch * np.random.rand(),
+}
+
+
+@pytest.mark.parametrize("source", DRAWS)
+def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypatch, source):
+    """Dropout, or a depth by chance: the numbers of a step are its own, whatever came before."""
+    monkeypatch.setattr(train_gpt, "residual_add", DRAWS[source])
     one, two = tmp_path / "one", tmp_path / "two"
     main(options(shards, one, save_every=3, keep_checkpoints=9))
     main(options(shards, two, save_every=3, resume=one / "logs" / "run" / "step_000003.pt"))

@@ -37,6 +37,15 @@ def test_a_checkpoint_writes_text(logs, capsys):
     assert texts[0] == texts[1] == texts[2] and texts[0].startswith("def ⟫") and len(texts[0]) > 8
 
 
+def test_the_latest_is_the_projects_wherever_one_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    looked = []
+    monkeypatch.setattr(sample.checkpoints, "find_checkpoint", lambda *place: looked.append(place) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sample.main(["latest", "x", f"--script={SCRIPT}"])
+    assert looked == [("latest", f"{ROOT / 'logs'}")]
+
+
 def test_sampling_computes_with_the_saved_weights(logs, monkeypatch):
     """The first token's probabilities are those of the saved model at its step."""
     seen = []
