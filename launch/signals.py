@@ -14,7 +14,8 @@ import torch.distributed as dist
 from launch.console import RunError, guard_console, leave, tell
 
 LAUNCHER = "BANKRUN_LAUNCHER"  # in the environment of start.py's ranks: it tells of signals and dead ranks, once for all
-STOP_TIMEOUT = 25.0  # seconds for all ranks to end a step after a signal, less than a launcher's 30
+STOP_TIMEOUT = 25.0  # seconds for all ranks to end a step after a signal, less than a launcher's 30; but at least
+STEPS_TO_STOP = 4  # times what a step takes
 BUSY = signal.SIGURG  # from a rank to start.py, which then waits on; what does not know it takes no notice
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: a service manager's to all, and a launcher's copy
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,6 +33,7 @@ class Signals:
 
     def __init__(self):
         self.received, self.agreed, self.heard_at = 0, 0, 0.0  # a signal's number, one of STOPS; 0: none
+        self.pace = 0.0, 1  # seconds that so many steps took
         self.before_end: Callable = lambda: None  # called before a signal ends this process at once
         self.in_training, self.saving, self.has_peers, parent = False, False, False, os.getppid()
         self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
@@ -105,16 +107,17 @@ class Signals:
     def _await_end(self, number: int) -> None:
         """Give up on a step that does not end. A checkpoint takes as long as its disk does, and one rank alone as its step:
         the launcher, which would end them, hears that they go on."""
-        left = 25
-        while left and self.in_training:
+        seconds, steps = self.pace
+        patience = left = max(STOP_TIMEOUT, STEPS_TO_STOP * seconds / steps)
+        while left > 0 and self.in_training:
             time.sleep(STOP_TIMEOUT / 25)
-            left -= 1
+            left -= STOP_TIMEOUT / 25
             if self.saving or not self.has_peers:
-                left = 25
-                if self.launched and os.getppid() == self.launcher:
-                    os.kill(self.launcher, BUSY)
+                left = patience
+            if self.launched and os.getppid() == self.launcher and (left == patience or patience > STOP_TIMEOUT):
+                os.kill(self.launcher, BUSY)
         if self.in_training:
-            self._end(f"the step did not end within {STOP_TIMEOUT:.0f} s: another rank has died or hangs", 128 + number)
+            self._end(f"the step did not end within {patience:.0f} s: another rank has died or hangs", 128 + number)
 
 
 def while_saving(save: Callable) -> Callable:

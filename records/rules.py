@@ -143,6 +143,8 @@ def uses(source: bytes, package: str) -> dict[str, str]:
                 imports.append(ast.dump(node))
                 reached |= {alias.asname or alias.name for alias in ours}
     found, rest = {"the imports": imports}, [x for x in tree.body if not isinstance(x, (ast.Import, ast.ImportFrom))]
+    if patched := patches(tree):
+        found["what it changes of its imports"] = patched
     while near := [node for node in rest if reached & names_in(node, ast.Load)]:
         rest = [node for node in rest if node not in near]
         for node in near:
@@ -151,19 +153,37 @@ def uses(source: bytes, package: str) -> dict[str, str]:
     return {name: " ".join(sorted(dumps)) for name, dumps in found.items()}
 
 
+def patches(tree: ast.AST) -> list[str]:
+    """The statements that change what a script imports: module.function = its own, Class.method = its own."""
+    imports = [x for x in ast.walk(tree) if isinstance(x, (ast.Import, ast.ImportFrom))]
+    imported = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)):
+            targets = getattr(node, "targets", None) or [node.target]
+            changed = [x for target in targets for x in ast.walk(target) if isinstance(x, (ast.Attribute, ast.Subscript))]
+            if any(names_in(x, ast.Load) & imported for x in changed):
+                found.append(ast.dump(node))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
+            found.append(ast.dump(node))
+    return found
+
+
 def names_in(node: ast.AST, context: type) -> set[str]:
     return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, context)}
 
 
 def untimed(source: bytes) -> dict[str, str]:
     """What a script does while the clock stands, by name: the statements before `run.start_clock()`, those `with run.paused(…)`
-    and all that use the clock; then each function that these use, or that one of those uses. Methods are not followed."""
-    tree, found = parsed(source), []
+    and all that use the clock; then each function that these use, or that one of those uses. Methods are not followed. And what
+    it makes of the clock: its own classes of runs, what it is `with`, what it changes of its imports."""
+    tree, found, by_run = parsed(source), [], uses(source, "runtime.run")
     for statement in filter(lambda node: isinstance(node, ast.stmt), ast.walk(tree)):
         for body in (getattr(statement, name, None) for name in BODIES):
             starts = [i for i, x in enumerate(body) if attributes_of(x) & {"start_clock"}] if isinstance(body, list) else []
             found += body[: starts[0]] if starts else []
         nodes = [x for x in ast.iter_child_nodes(statement) if not isinstance(x, ast.stmt)]
+        found += [x for x in nodes if isinstance(x, ast.withitem)]
         if CLOCK & {*chain.from_iterable(map(attributes_of, nodes))}:
             found.append(statement)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -172,7 +192,8 @@ def untimed(source: bytes) -> dict[str, str]:
         used = {x.id for node in more for x in ast.walk(node) if isinstance(x, ast.Name)} & functions.keys() - reached.keys()
         more = [functions[name] for name in sorted(used)]
         reached |= {node.name: ast.dump(node) for node in more}
-    return {"the loop": " ".join(map(ast.dump, found)), **reached}
+    own = {name: text for name, text in by_run.items() if name not in functions}
+    return {"the loop": " ".join(map(ast.dump, found)), **reached, **own}
 
 
 def attributes_of(node: ast.AST) -> set[str]:

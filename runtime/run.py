@@ -130,7 +130,7 @@ class Run:
             return
         done, self.pending = self.pending, None
         done.wait()
-        seconds, number = self.clock.read(), done.step + 1
+        seconds, number = self.signals.pace = self.clock.read(), done.step + 1
         self.tokens_done += self.manager.batch_tokens(done.step)
         left, speed = int(seconds * (self.tokens / self.tokens_done - 1)), self.tokens_done / seconds
         live = f"step {number}/{self.total}  loss {done.loss:.4f}  {speed:,.0f} tokens/s  {left // 60}:{left % 60:02d} left"

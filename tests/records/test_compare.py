@@ -185,6 +185,7 @@ def test_sources_are_compared_by_path():
 
 BASE = """\
 from data.loader import batches
+from runtime.run import Run
 import torch
 lr = 1
 def mean(x):
@@ -205,11 +206,12 @@ def half(x):
     return SIZES[0]
 def train(run):
     model = prepare(run)
-    run.start_clock()
-    for x in stream(x):
-        with run.paused(1):
-            validate()
-        step(x)
+    with Run(1) as run:
+        run.start_clock()
+        for x in stream(x):
+            with run.paused(1):
+                validate()
+            step(x)
 """
 SCRIPTS = {
     "base": BASE,
@@ -218,11 +220,15 @@ SCRIPTS = {
     "skips": BASE.replace("in stream(x)", "in list(stream(x))[7:]"),
     "fewer": BASE.replace("SIZES[0]", "SIZES[0] // 2"),
     "module": BASE.replace("import torch", "import torch\nimport data.loader as other"),
-    "pause": BASE.replace("validate()\n        step", "validate(step)\n        step"),
-    "stopped": BASE.replace("        step(x)", "        run.clock.stop()\n        step(x)\n        run.clock.start()"),
-    "before": BASE.replace("    run.start_clock()", "    step(0)\n    run.start_clock()"),
+    "pause": BASE.replace("validate()\n            step", "validate(step)\n            step"),
+    "stopped": BASE.replace("            step(x)", "            run.clock.stop()\n            step(x)\n            run.clock.start()"),
+    "before": BASE.replace("        run.start_clock()", "        step(0)\n        run.start_clock()"),
     "validation": BASE.replace("x / 8", "x / 16"),
     "warm-up": BASE.replace("return run", "return step(run)"),
+    "run": BASE.replace("def train", "class Own(Run):\n    pass\ndef train").replace("Run(1)", "Own(1)"),
+    "other run": BASE.replace("Run(1)", "Other(1)"),
+    "patch": BASE.replace("lr = 1", "import time\ntime.perf_counter = step"),
+    "hidden patch": BASE.replace("lr = 1", "setattr(torch, 'x', 1)"),
     "flag": BASE.replace("lr = 1", "torch._inductor.config.max_autotune = True"),
     "mode": BASE.replace("lr = 1", "model.compile(fullgraph=True, mode='max-autotune')"),
     "decorated": BASE.replace("def mean", "@torch.compile\ndef mean"),
@@ -288,6 +294,11 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         (3, " ", {"environment": CHANGED}),
         (4, " ", {"environment": CHANGED}),
         (2, " ", {"name": "pause"}),
+        (2, " ", {"name": "run"}),
+        (2, " ", {"name": "other run"}),
+        (2, " ", {"name": "patch"}),
+        (2, " ", {"name": "hidden patch"}),
+        (0, " ", {"name": "patch"}),
         (2, " ", {"name": "stopped"}),
         (2, " ", {"name": "before"}),
         (2, " ", {"name": "validation"}),

@@ -171,6 +171,23 @@ def test_the_same_signal_at_once_is_one_and_later_a_second(tmp_path):
     assert re.findall(r"(\S+) in step", said) == ["0.0", "0.2", f"{1.5 * ONE_SIGNAL}"] and "SIGTERM: ended at once" in said
 
 
+def test_a_slow_machine_has_more_time_for_its_step(tmp_path, monkeypatch):
+    """Here steps of 1 s where 0.2 s are usual; a step that has begun may take four of them."""
+    monkeypatch.setattr(signals, "STOP_TIMEOUT", 0.2)
+
+    def slow_machine() -> None:
+        with Signals() as heard:
+            heard.in_training, heard.has_peers, heard.pace = True, True, (30.0, 30)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)
+            print("ended", flush=True)
+            time.sleep(50)
+
+    assert exit_code(forked(slow_machine, tmp_path / "output"), 20) == 143
+    said = text_of(tmp_path / "output")
+    assert "ended\n" in said and said.endswith("the step did not end within 4 s: another rank has died or hangs\n")
+
+
 @pytest.mark.parametrize("has_peers, code", [(True, 143), (False, 0)])
 def test_ranks_that_cannot_end_the_step_give_up(tmp_path, monkeypatch, has_peers, code):
     """One rank alone has nobody to wait for, and takes as long as it takes."""
