@@ -333,6 +333,8 @@ CHANGES = {  # by file: what, tests, old, new
          'numbers(there) < numbers(oldest or "0")', 'there < (oldest or "0")'),
     ),
     "launch/signals.py": (
+        ("what ends a forked worker ends the run", "runtime/signals::test_a_signal_to_a_forked_worker_ends_it_alone",
+         "after_in_child=forget_in_child", "after_in_child=hold_no_more"),
         ("a slow machine has no more time", "runtime/signals::test_a_slow_machine_has_more_time_for_its_step",
          "max(STOP_TIMEOUT, STEPS_TO_STOP * seconds / steps)", "STOP_TIMEOUT"),
         ("a checkpoint that takes long is given up", "runtime/signals::test_a_checkpoint_takes_as_long_as_it_takes",

@@ -50,6 +50,7 @@ class Signals:
             os.set_blocking(self.speak, False)
             self.previous_fd = signal.set_wakeup_fd(self.speak)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # start.py blocks Ctrl-C until now
+        entered.append(self)
         self.thread = threading.Thread(target=self._listen, daemon=True, name="signals")
         self.thread.start()
         return self
@@ -65,6 +66,7 @@ class Signals:
                 leave("", 1)
         if lost and bug:
             leave(f"error: rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}", 1)
+        entered.remove(self)
         for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
             signal.signal(number, signal.SIG_IGN if self.agreed and self.has_peers else handler)
         if self.previous:
@@ -118,6 +120,33 @@ class Signals:
                 os.kill(self.launcher, BUSY)
         if self.in_training:
             self._end(f"the step did not end within {patience:.0f} s: another rank has died or hangs", 128 + number)
+
+
+entered: list[Signals] = []
+
+
+held: list[set[int]] = []  # what was blocked before a fork
+
+
+def hold() -> None:
+    held.append(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
+
+
+def hold_no_more() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, held.pop())
+
+
+def forget_in_child() -> None:
+    """A process that this one forks has its handlers, and the pipe: what ends a worker of an idea is no signal to the run."""
+    for signals in entered:
+        for number, handler in signals.previous.items():
+            signal.signal(number, handler)
+        if signals.previous:
+            signal.set_wakeup_fd(-1)
+    hold_no_more()
+
+
+os.register_at_fork(before=hold, after_in_parent=hold_no_more, after_in_child=forget_in_child)
 
 
 def while_saving(save: Callable) -> Callable:

@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C end a run after its step, saved and told; a second one, or one at another time, ends it at once."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -238,6 +239,25 @@ def test_what_listens_ends_with_its_block_and_gives_the_handlers_back(tmp_path):
         os.kill(child[0], signal.SIGKILL)
 
     assert exit_code(forked(main_with_a_child, tmp_path / "output"), 10) == 0, text_of(tmp_path / "output")
+
+
+def test_a_signal_to_a_forked_worker_ends_it_alone(tmp_path):
+    """As the end of a pool that an idea keeps busy."""
+
+    def idea() -> None:
+        with Signals() as heard:
+            heard.in_training = True
+            worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(50,))
+            worker.start()
+            worker.terminate()
+            worker.join(10)
+            time.sleep(0.2)
+            print(worker.exitcode, heard.received, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: heard.received)
+
+    assert exit_code(forked(idea, tmp_path / "output"), 30) == 0
+    assert "-15 0\n" in text_of(tmp_path / "output")
 
 
 def test_a_command_that_a_shell_made_deaf_stays_deaf(tmp_path):
