@@ -354,16 +354,20 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"{folder}: waiting for another process that is writing here", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # a network file system without locks
+            print(f"{folder} cannot be locked, {error.strerror}: start no second tool that writes here", file=sys.stderr)
         yield
 
 
 def hold_shards(folder: Path) -> BinaryIO | None:
     """Keeps tools from replacing the shards of `folder` until what this returns is closed, or the process ends. None where no
-    tool has left the file for it, or a file system has no locks."""
+    tool has left the file for it, or a file system has no locks. Raises DataError while a tool replaces them."""
     try:
         file = open(os.open(folder / READERS, os.O_RDONLY | os.O_NONBLOCK), "rb")  # not waiting, if it is a FIFO
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return file
+    except BlockingIOError:
+        raise DataError(f"{folder}: another process replaces its shards: wait for its end, then start again") from None
     except OSError:
         return None
 

@@ -13,6 +13,7 @@ author's, and stays.
 """
 
 import argparse
+import contextlib
 import datetime
 import fcntl
 import io
@@ -290,7 +291,8 @@ def alone(root: Path) -> Iterator[None]:
     """Two at once would each write a table without the other's record: the second waits."""
     folder = os.open(root, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a network file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
         os.close(folder)

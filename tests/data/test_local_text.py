@@ -1,6 +1,7 @@
 """Shards of local text: nothing lost, nothing too long, the same everywhere, and only made when they have to be."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from data import local_text, shards
 from data.local_text import DOCUMENT_BYTES, cut, split
-from data.shards import READERS, DataError, hold_shards, read_shard
+from data.shards import READERS, DataError, hold_shards, read_shard, without_readers
 
 SCRIPT = Path(local_text.__file__)
 TEXT = st.text(st.sampled_from("ab é€𝄞\t\r\n\n\n"), max_size=400)
@@ -519,6 +520,23 @@ def test_shards_that_a_run_holds_are_not_replaced(tmp_path: Path, library: Path,
     assert states(out) != before and hold_shards(tmp_path) is None
     os.mkfifo(tmp_path / READERS)  # whatever a user has there, nothing waits for it
     assert hold_shards(tmp_path)
+
+
+def test_shards_that_a_tool_replaces_are_not_held(tmp_path: Path) -> None:
+    with without_readers(tmp_path), pytest.raises(DataError, match=f"{tmp_path}: another process replaces its shards: wait for"):
+        hold_shards(tmp_path)
+    hold_shards(tmp_path).close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_and_goes_on(tmp_path, library, monkeypatch, capsys, number) -> None:
+    def none(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    make(monkeypatch, library, tmp_path / "out")
+    assert f"out cannot be locked, {os.strerror(number)}: start no second tool" in capsys.readouterr().err
+    assert [*(tmp_path / "out").glob("*_train_*.bin")] and hold_shards(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])

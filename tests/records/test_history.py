@@ -203,6 +203,12 @@ def test_a_log_that_a_folder_would_hide_is_refused(tmp_path, root):
     assert sorted(path.name for path in root.iterdir()) == ["README.md"]
 
 
+def test_a_file_system_without_locks_keeps_none_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented")))
+    with history.alone(tmp_path):
+        assert [*tmp_path.iterdir()] == []
+
+
 def test_two_records_at_once_are_both_in_the_table(tmp_path, root):
     """Each waits for the other: the second reads what the first has written."""
     alone = os.open(root, os.O_RDONLY)
