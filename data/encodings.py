@@ -34,7 +34,7 @@ class Encoding:
 
 
 def bytes_of(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), dtype=np.uint8)
+    return np.frombuffer(text.encode(errors="surrogateescape"), dtype=np.uint8)  # a prompt's bytes, whatever they are
 
 
 def text_of_bytes(tokens: list[int]) -> str:

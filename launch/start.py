@@ -53,9 +53,10 @@ PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, launch/sig
 # the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13.
 RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
 SIZES = "--model_dim, --bigram_rows, --vocab_size or the batches"  # what a model's memory goes by
-CGROUP_MEMORY = (  # limit and use, version 2, then 1
-    ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)  # fmt: skip
+CGROUP_MEMORY = (  # where control groups are, their limit and use: version 2, then 1
+    ("sys/fs/cgroup", "memory.max", "memory.current"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 WHEELS = "https://download.pytorch.org/whl"  # PyTorch's own index; its FlashAttention 3 is flash-attn-3, imported by this name:
 FLASH_ATTENTION = "flash_attn_interface"
 
@@ -415,14 +416,20 @@ def check_memory(ranks: int, each: int) -> None:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that new processes can have: of the machine, or of the control group that limits this one; no end without /proc."""
+    """Bytes that new processes can have: of the machine, or of the control groups that this one is in; no end without /proc."""
     if not (root / "proc/meminfo").exists():
         return 1 << 62
     free = int(re.search(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())[1]) << 10
-    for files in CGROUP_MEMORY:
-        with contextlib.suppress(OSError, ValueError):  # another version's; "max", no limit
-            limit, used = (int((root / "sys/fs/cgroup" / file).read_text()) for file in files)
-            free = min(free, limit - used)
+    groups = {Path()}  # as a container shows its own
+    with contextlib.suppress(OSError):  # "0::/slurm/job_7", "9:memory:/slurm/job_7"
+        lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        own = [Path(path.lstrip("/")) for _, kinds, path in lines if not kinds or "memory" in kinds.split(",")]
+        groups |= {group for path in own for group in (path, *path.parents)}
+    for place, *files in CGROUP_MEMORY:
+        for group in groups:
+            with contextlib.suppress(OSError, ValueError):  # another version's; "max", no limit
+                limit, used = (int((root / place / group / file).read_text()) for file in files)
+                free = min(free, limit - used)
     return free
 
 

@@ -10,6 +10,9 @@ import argparse
 import json
 import math
 import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
 import rules
 import show

@@ -7,9 +7,12 @@ import argparse
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath, PureWindowsPath
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
 import tool
 from runlog import read_log, resumed_with_changes

@@ -23,6 +23,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
 import compare
 import tool

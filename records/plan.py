@@ -7,6 +7,10 @@ python records/plan.py 0.3 logs/baseline --time    # a difference of 0.3 s in me
 
 import argparse
 import math
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
 import t_tests
 import tool

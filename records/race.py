@@ -24,6 +24,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
+
 import compare
 import tool
 from changes import other_tokens

@@ -134,19 +134,26 @@ def test_a_model_that_memory_does_not_hold_is_refused_unbuilt(start, shards, tmp
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
-LIMITS = {  # files below /sys/fs/cgroup, GiB that are free of the machine's 16
+LIMITS = {  # files below /sys/fs/cgroup, GiB that are free of the machine's 16, /proc/self/cgroup
     "none": ({}, 16),
     "version 2": ({"memory.max": f"{8 << 30}\n", "memory.current": f"{3 << 30}\n"}, 5),
     "version 2, without one": ({"memory.max": "max\n", "memory.current": f"{3 << 30}\n"}, 16),
     "version 1": ({"memory/memory.limit_in_bytes": f"{8 << 30}\n", "memory/memory.usage_in_bytes": f"{2 << 30}\n"}, 6),
+    "of a job": ({"job/memory.max": f"{8 << 30}\n", "job/memory.current": f"{3 << 30}\n"}, 5, "0::/job/step\n"),
+    "of a job's step": ({"job/step/memory.max": f"{8 << 30}\n", "job/step/memory.current": f"{1 << 30}\n",
+                         "job/memory.max": "max\n", "job/memory.current": "1\n"}, 7, "0::/job/step\n"),
+    "of a job, version 1": ({"memory/job/memory.limit_in_bytes": f"{8 << 30}\n", "memory/job/memory.usage_in_bytes": "0\n",
+                             "memory/cpu/memory.limit_in_bytes": "0\n", "memory/cpu/memory.usage_in_bytes": "0\n"}, 8,
+                            "9:cpu,cpuacct:/cpu\n8:memory:/job\n"),
     "version 1, without": ({"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory/memory.usage_in_bytes": "1\n"}, 16),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LIMITS)
 def test_the_memory_of_a_control_group_is_all_that_is_free(tmp_path, case):
-    files, gib = LIMITS[case]
+    files, gib, *own = LIMITS[case]
     all_files = {"proc/meminfo": f"MemAvailable:   {16 << 20} kB\n", **{f"sys/fs/cgroup/{name}": files[name] for name in files}}
+    all_files |= {"proc/self/cgroup": own[0]} if own else {}
     for name, text in all_files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

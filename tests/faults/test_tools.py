@@ -463,3 +463,9 @@ def test_training_needs_no_package_of_the_tools_and_venv_gets_them(monkeypatch, 
     assert [option for option in install if option.startswith("--requirement=")] == [
         f"--requirement={ROOT / name}" for name in ("requirements.txt", "records/requirements.txt")
     ]
+
+
+@pytest.mark.parametrize("name", ["compare", "extract", "history", "plan", "race"])
+def test_a_tool_finds_its_modules_where_python_looks_in_no_folder_of_scripts(name, tmp_path):
+    done = command(f"{name}.py", "--help", env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(b"usage: ") and not done.stderr

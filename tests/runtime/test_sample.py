@@ -1,5 +1,6 @@
 """Text from a checkpoint: by sample.py, with the weights that were saved."""
 
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,13 @@ def test_a_checkpoint_writes_text(logs, capsys):
         sample.main([checkpoint, "def ", "--tokens=12", f"--log_dir={logs}", f"--script={SCRIPT}"])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] == texts[2] and texts[0].startswith("def ⟫") and len(texts[0]) > 8
+
+
+def test_a_prompt_of_any_bytes_is_one(logs, capsys):
+    """As a terminal of another encoding gives it."""
+    prompt = os.fsdecode(b"caf\xe9")
+    sample.main([f"{logs / 'run' / 'step_000008.pt'}", prompt, "--tokens=2", f"--script={SCRIPT}"])
+    assert sample.encode(prompt, "bytes")[-1] == 0xE9
 
 
 def test_the_latest_is_the_projects_wherever_one_stands(tmp_path, monkeypatch, capsys):
