@@ -282,6 +282,8 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("a run begins on shards that a tool replaces", "data/local_text::test_shards_that_a_tool_replaces_are_not_held",
+         'BlockingIOError:\n        raise DataError(f"{folder}: another', 'EOFError:\n        raise DataError(f"{folder}: another'),
         ("a user's file goes with the lock", "faults/running::test_a_users_file_in_place_of_the_lock_stays",
          " and not found.st_size", ""),
         ("any address is the hub's", "data/downloads::test_a_variable_that_cannot_be_meant_is_named_at_once",
@@ -309,6 +311,8 @@ CHANGES = {  # by file: what, tests, old, new
          'stream.reconfigure(errors="backslashreplace")', "pass"),
     ),
     "launch/console.py": (
+        ("what an idea has open at a good end is lost",
+         "faults/running::test_what_aborts_an_ending_interpreter_ends_no_finished_run", "    if code == 0:\n", "    if code < 0:\n"),
         ("a launcher is killed, and its ranks go on", "bench/ends",
          "        process.terminate()\n", "        process.kill()\n"),
         ("a tool's folders outlive a signal", "bench/ends",
@@ -384,6 +388,9 @@ CHANGES = {  # by file: what, tests, old, new
          "{self.path, *python_files(ROOT)}", "{self.path}"),
     ),
     "launch/start.py": (
+        ("a setting may be what no checkpoint gives back",
+         "faults/start::test_a_setting_that_no_checkpoint_could_give_back_is_refused",
+         "    check_plain(script.Hyperparameters, script.PRESETS)\n", ""),
         ("who saves is killed", "faults/start::test_what_goes_on_is_waited_for", "> max(deadline, busy):", "> deadline:"),
         ("a stale compiled form is run", "faults/start::test_a_stale_compiled_form_is_not_run",
          "<= os.stat(path).st_ctime_ns", "<= os.stat(path).st_mtime_ns"),
@@ -393,7 +400,9 @@ CHANGES = {  # by file: what, tests, old, new
         ("a source that no log can hold starts ranks", "faults/start::test_a_source_that_is_not_utf_8_is_refused",
          "script.SOURCES.imported()", "script.SOURCES"),
         ("a control group of version 1 has no end", "faults/start::test_the_memory_of_a_control_group_is_all_that_is_free",
-         ', ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),', ","),
+         '    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),\n', ""),
+        ("the control group of a whole job has no end", "faults/start::test_the_memory_of_a_control_group_is_all_that_is_free",
+         "groups |= {group for path in own for group in (path, *path.parents)}", "groups |= {*own}"),
         ("a script that trains nothing ends well", "faults/start::test_a_script_that_would_train_nothing_is_refused",
          ' or b"__main__" not in path.read_bytes()', ""),
         ("no rank is a number of ranks", "faults/start", "int(text) > 0)", "int(text) >= 0)"),

@@ -1,8 +1,11 @@
 """What a user is told, on a console that may be closed, full or of another encoding, and the errors that end a run."""
 
 import argparse
+import atexit
 import contextlib
 import difflib
+import gc
+import io
 import os
 import select
 import signal
@@ -190,7 +193,15 @@ def printable(text: str) -> str:
 
 
 def leave(message: str, code: int) -> None:
-    """Tell, if anything, and end this process at once: a broken process group would wait for the ranks that have gone."""
+    """Tell, if anything, and end this process at once: a broken process group would wait for the ranks that have gone. After a
+    good end (code 0) what an idea has left open or registered with atexit is written and called first."""
     if message:
         tell(message)
+    if code == 0:
+        atexit._run_exitfuncs()
+        for file in gc.get_objects():
+            if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+                with contextlib.suppress(OSError, ValueError):  # closed, or a full disk
+                    if file.fileno() > 2:  # a console that has stopped would be waited for
+                        file.flush()
     os._exit(code)

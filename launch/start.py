@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
+import typing
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -57,6 +58,7 @@ CGROUP_MEMORY = (  # where control groups are, their limit and use: version 2, t
     ("sys/fs/cgroup", "memory.max", "memory.current"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+PLAIN = (bool, int, float, str)  # of settings
 WHEELS = "https://download.pytorch.org/whl"  # PyTorch's own index; its FlashAttention 3 is flash-attn-3, imported by this name:
 FLASH_ATTENTION = "flash_attn_interface"
 
@@ -266,6 +268,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     if not (hasattr(run, "check_start") and all(hasattr(script, x) for x in ("Hyperparameters", "PRESETS", "check_shards"))):
         make_data(MAKERS["data/fineweb10B" if gpus else "data/local"], options)
         return asked or usual_ranks(gpus, 8), options
+    check_plain(script.Hyperparameters, script.PRESETS)
     s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
     check_cache("TORCHINDUCTOR_CACHE_DIR")
     if gpus:
@@ -287,6 +290,16 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
     bring_flash_attention()
     return ranks, options
+
+
+def check_plain(settings: type, presets: dict[str, dict]) -> None:
+    """Raise LaunchError for a setting that is no bool, int, float or str: no option gives it, no checkpoint's reader takes it."""
+    kinds = typing.get_type_hints(settings)
+    for field in dataclasses.fields(settings):
+        values = [field.default, *(preset[field.name] for preset in presets.values() if field.name in preset)]
+        if odd := [kind for kind in (kinds[field.name], *map(type, values)) if kind not in PLAIN]:
+            name = getattr(odd[0], "__qualname__", odd[0])
+            raise LaunchError(f"the setting {field.name} is or holds a {name}: must be a plain bool, int, float or str", 1)
 
 
 def check_cache(name: str) -> None:

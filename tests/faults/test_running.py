@@ -593,13 +593,23 @@ def test_a_sample_that_fails_ends_no_finished_run(shards, tmp_path, monkeypatch,
 
 
 def test_what_aborts_an_ending_interpreter_ends_no_finished_run(shards, tmp_path, monkeypatch):
-    """As a thread inside PyTorch does once in some hundred runs: a rank that is through leaves before."""
-    (tmp_path / "sitecustomize.py").write_text("import atexit, os\n'RANK' in os.environ and atexit.register(os.abort)\n")
+    """As a thread inside PyTorch does once in some hundred runs: a rank that is through leaves before. What an idea has left
+    open is written all the same, and what it has registered is called."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os, sys\n"
+        "class Aborts:\n    def __del__(self, abort=os.abort): abort()\n"
+        "if os.environ.get('RANK') == '0':\n"
+        f"    sys.aborts = Aborts()\n    sys.open = open({f'{tmp_path}/open.csv'!r}, 'w')\n    sys.open.write('step,loss')\n"
+        f"    atexit.register(lambda: open({f'{tmp_path}/called'!r}, 'w').close())\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
     monkeypatch.setenv("RANKS", "2")
     command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *options(shards, tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "") and is_whole(tmp_path / "logs" / "run.txt"), run.stderr
+    assert (tmp_path / "open.csv").read_text() == "step,loss" and (tmp_path / "called").exists()
+    broken = subprocess.run([sys.executable, "-c", ""], env={**os.environ, "RANK": "0"}, capture_output=True)
+    assert broken.returncode == -signal.SIGABRT  # where the interpreter ends
 
 
 @pytest.mark.parametrize("moment", ["warm_up", "validate"])

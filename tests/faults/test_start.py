@@ -328,6 +328,24 @@ def test_a_script_that_hides_a_module_is_refused(start, shards, tmp_path, name):
     assert f"/{name} hides the module '{name[:-3]}' that others import: rename it" in lines[0]
 
 
+@pytest.mark.parametrize(
+    "field, said",
+    [
+        ("gain: float = setting(__import__('numpy').sqrt(0.5), 'x')", "gain is or holds a float64"),
+        ("teacher: Path = setting(Path('none'), 'x')", "teacher is or holds a Path"),
+        ("clip: int | None = setting(None, 'x')", r"clip is or holds a (int \| None|Union)"),
+    ],
+)
+def test_a_setting_that_no_checkpoint_could_give_back_is_refused(start, shards, tmp_path, field, said):
+    source, line = SCRIPT.read_text(), "    seed: int = setting("
+    assert source.count(line) == 1
+    (tmp_path / "idea.py").write_text(source.replace(line, f"    {field}\n{line}"))
+    code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
+    assert (code, started) == (1, ()) and re.fullmatch(
+        rf"idea\.py: error: the setting {said}: must be a plain bool, int, float or str", lines[-1]
+    ), lines
+
+
 @pytest.mark.parametrize("place", ["project", "folder of an idea"])
 def test_so_is_one_beside_the_script(start, shards, tmp_path, monkeypatch, place):
     """test.py, which nothing imports, is none."""
@@ -529,7 +547,8 @@ def test_a_folder_that_is_gone_is_told(tmp_path, command):
 def test_run_sh_passes_a_programs_exit_code_on(tmp_path):
     """Python would make a SystemExit a traceback, and its code 1."""
     (tmp_path / "program.py").write_text("import sys; sys.exit(0)\n")
-    command = [PYTHON, f"{ROOT}/launch/environment.py", f"{ROOT}/requirements.txt", "--then", f"{tmp_path}/program.py"]
+    (tmp_path / "requirements.txt").touch()
+    command = [PYTHON, f"{ROOT}/launch/environment.py", f"{tmp_path}/requirements.txt", "--then", f"{tmp_path}/program.py"]
     done = subprocess.run(command, env={**os.environ, "PYTHONINSPECT": "1"}, stdin=subprocess.DEVNULL, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
 
