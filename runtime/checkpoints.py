@@ -139,9 +139,9 @@ def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, 
 
 
 def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
-    """What was saved. Raises CheckpointError if that is another step's, or its run's log is there and says something else."""
-    if saved.get("step") != step_of(path):
-        raise CheckpointError(f"{path}: holds step {saved.get('step')}")
+    """What was saved. Raises CheckpointError if that is another step's or run's, or its log is there and says otherwise."""
+    if (held := (saved.get("step"), saved.get("run_id", run := path.parent.name))) != (step_of(path), run):  # a copy
+        raise CheckpointError(f"{path}: holds step {held[0]} of run {held[1]}: name it to go on from there")
     log, file = saved.get("log"), path.parent.with_name(f"{path.parent.name}.txt")
     texts = isinstance(log, dict) and all(isinstance(log.get(name), str) for name in ("header", "lines"))
     if texts and f"\n{RULE}\n" in log["header"] and not same_run(file, log):

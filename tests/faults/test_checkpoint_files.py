@@ -104,6 +104,16 @@ def test_a_copy_under_a_later_steps_name_is_no_later_step(tmp_path, capsys):
     assert "step_000009.pt: holds step 3" in capsys.readouterr().err
 
 
+def test_a_copy_that_was_put_aside_is_no_run_of_its_own(good, shards, tmp_path, capsys, no_warm_up):
+    """The newest file of all; its run would be taken back to it, and lose its later checkpoints."""
+    shutil.copytree(good, tmp_path / "logs")
+    (tmp_path / "logs" / "aside").mkdir()
+    shutil.copy(tmp_path / "logs" / "run" / "step_000003.pt", tmp_path / "logs" / "aside")
+    assert find_checkpoint("latest", f"{tmp_path / 'logs'}")[0] == tmp_path / "logs" / "run" / END
+    said = "aside/step_000003.pt: holds step 3 of run run: name it to go on from there"
+    assert said in capsys.readouterr().err
+
+
 def test_a_checkpoint_larger_than_the_memory_is_refused(tmp_path):
     """Its beginning is right, and its size 100 GiB."""
     path = tmp_path / "step_000001.pt"
