@@ -1185,7 +1185,7 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
 def check_shards(h: Hyperparameters) -> DataFacts:
     """Raise DataError if the shards cannot feed the schedule or the validation: now, not at step 1700."""
     check_encoding(h.encoding)
-    tokens = lambda step: stage_at(step, h.num_scheduled_iterations)[0].batch * h.batch_unit
+    tokens = lambda step: step_schedule(step, h).batch_tokens
     val = dict(val_tokens=h.val_tokens, val_batch_tokens=h.val_batch_tokens)
     return check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, **val, **h.stream)
 

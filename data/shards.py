@@ -19,7 +19,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -222,7 +222,7 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
 def drop_leftovers(folder: Path, pattern: str) -> None:
     """Delete what killed processes have left of whole_file's files, in a folder that none but this one writes to."""
     for path in folder.glob(pattern):
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             if check_plain(path):
                 path.unlink()
 

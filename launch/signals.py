@@ -14,8 +14,8 @@ import torch.distributed as dist
 from launch.console import RunError, guard_console, leave, tell
 
 LAUNCHER = "BANKRUN_LAUNCHER"  # in the environment of start.py's ranks: it tells of signals and dead ranks, once for all
-STOP_TIMEOUT = 25.0  # seconds for all ranks to end a step after a signal, less than a launcher's 30; but at least
-STEPS_TO_STOP = 4  # times what a step takes
+STOP_TIMEOUT = 25.0  # seconds for all ranks to end a step after a signal, less than a launcher's 30
+STEPS_TO_STOP = 4  # or as many times what a step takes, if that is longer
 BUSY = signal.SIGURG  # from a rank to start.py, which then waits on; what does not know it takes no notice
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: a service manager's to all, and a launcher's copy
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -122,18 +122,16 @@ class Signals:
             self._end(f"the step did not end within {patience:.0f} s: another rank has died or hangs", 128 + number)
 
 
-entered: list[Signals] = []
-
-
-held: list[set[int]] = []  # what was blocked before a fork
+entered: list[Signals] = []  # those whose block this process is in
+held = threading.local()  # mask: what a thread that forks had blocked before
 
 
 def hold() -> None:
-    held.append(signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS))
+    held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def hold_no_more() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, held.pop())
+    signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
 
 
 def forget_in_child() -> None:

@@ -29,6 +29,7 @@ class Sources:
             except OSError:  # what cannot be read cannot be imported
                 if path == self.path:
                     raise
+        self.stems = {*map(stem, self.contents)}
         self.script = self._name(self.path)  # its path in the project, or its file's name
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
         self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
@@ -47,6 +48,7 @@ class Sources:
             loaded |= {*places(running)}
         while more:
             self.contents |= {path: path.read_bytes() for path in more - self.contents.keys()}
+            self.stems |= {*map(stem, more)}
             self.named |= {path: self._named_in(path, path in loaded) for path in more - self.named.keys()}
             ours, more = ours | more, set().union(*map(self.named.get, more)) - ours - more
         named: dict[str, Path] = {}
@@ -57,6 +59,8 @@ class Sources:
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """For Python's imports, as the first finder: of a file that has been edited since, what it was."""
+        if name.rpartition(".")[2] not in self.stems:  # nearly all
+            return None
         spec = PathFinder.find_spec(name, path, target)
         for file in places(spec.origin) if spec and isinstance(spec.loader, SourceFileLoader) else ():
             if file in self.contents and file.read_bytes() != self.contents[file]:
@@ -112,6 +116,11 @@ class Sources:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
+
+
+def stem(path: Path) -> str:
+    """The last part of the name of the module that lies there."""
+    return path.parent.name if path.stem == "__init__" else path.stem
 
 
 class AsRead(SourceFileLoader):

@@ -104,8 +104,9 @@ def check(folder: Path, names: list[str], now: dict) -> None:
 
 def set_cut_aside(log: Path) -> None:
     """Rename the log of a run that is not complete: its name is needed. Raises RaceError if that run goes on."""
-    never_waits, path = lambda name, flags: os.open(name, flags | os.O_NONBLOCK), log.with_suffix(".lock")  # runtime/run.py's
-    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=never_waits) as lock:
+    at_once = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)  # whatever a user has there
+    path = log.with_suffix(".lock")  # runtime/run.py's
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=at_once) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -125,13 +126,11 @@ def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
     as where a path is relative, by other versions, or on other ranks."""
     *before, (path, (script, log)) = logs.items()
     for other_path, (other_script, other) in before:
-        differ = other_tokens(other, log)
-        if not differ:
-            same = kind if script == other_script else made_with
-            differ = differing(same(other), same(log))
-        if differ:
-            what = differ if isinstance(differ, str) else f"other tokens in {', '.join(differ)}"
-            raise RaceError(f"{path}: made otherwise than {other_path}: {clean(what, one_line=True)}: move it and start as before")
+        same = kind if script == other_script else made_with
+        tokens = "".join(f"other tokens in {name}" for name in other_tokens(other, log)[:1])
+        if differ := tokens or differing(same(other), same(log)):
+            fault = f"{path}: made otherwise than {other_path}: {clean(differ, one_line=True)}"
+            raise RaceError(f"{fault}: move it and start as before")
 
 
 def run_to_its_end(command: list[str]) -> int:
@@ -170,14 +169,14 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> l
         print(f"race: run {i} of {2 * count}: {names[which]}, seed {seed}", flush=True)
         own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id=seed{seed}"]
         code = run_to_its_end([*RUN, str(scripts[which]), *options, *own])
-        logs[log] = which, (found := read_log(log) if log.exists() else RunLog(log, fault="it left no log"))
-        fault = found.fault
+        found = read_log(log) if log.exists() else RunLog(log, fault="it left no log")
         if code > 128:
             by = signal.Signals(code - 128).name
             tool.end(f"race.py: {names[which]}, seed {seed}: ended by {by}. The same command goes on from there", code)
-        if code or fault:
-            why = f"ended with code {code}" if code else clean(fault, one_line=True)
+        if code or found.fault:
+            why = f"ended with code {code}" if code else clean(found.fault, one_line=True)
             raise RaceError(f"{names[which]}, seed {seed}: {why}. The same command goes on from there")
+        logs[log] = which, found
         check_alike(logs)
         print(f"race: {names[which]}, seed {seed}: {time.monotonic() - begun:.0f} s", flush=True)
     return [folder / name for name in names]

@@ -12,9 +12,9 @@ from runlog import RunLog, resumed_with_changes
 from t_tests import P
 from verdict import figure
 
-COMPILER_FLAG = re.compile(r"inductor|dynamo|functorch|(?<!\bre)\.compile\b|TORCHINDUCTOR|TORCH_COMPILE")
+COMPILER_FLAG = re.compile(r"inductor|dynamo|functorch|(?<!\bre)\.compile\b|TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO")
 MAY_BE_ONE = re.compile(r"(?<!\bre\.)compile|environ|putenv|[gs]etattr|__dict__|\b(?:vars|exec|eval)\(|__import__|import_module")
-COMPILER_VARIABLE = re.compile(r"\b(?:TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO)\w*=[^,]*")
+COMPILER_VARIABLE = re.compile(r"""\b(?:TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO)\w*=(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 CLOCK = {"clock", "start_clock", "paused"}  # attributes of a Run
 BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 PROVEN, BROKEN, OPEN = "[x]", "[!]", "[ ]"
@@ -104,7 +104,7 @@ def possible_flags(group: Group) -> Counter:
     found = Counter()
     for run in group.runs:
         lines = [line for source in run.sources.values() for line in flag_lines(source)]
-        found |= Counter(lines + COMPILER_VARIABLE.findall(run.facts.get("variables", "")))
+        found |= Counter([*lines, *{*COMPILER_VARIABLE.findall(run.facts.get("variables", ""))}])
     return found
 
 

@@ -246,6 +246,10 @@ ON_OTHER_TERMS = (
     f"{TOLD}\nresumed at step 4 from a.pt, with the same source\n"
     + TOLD.replace("attention:", "variables: TORCHINDUCTOR_MAX_AUTOTUNE='1'\nattention:")
 )
+SET_ALONE = TOLD.replace("attention:", "variables: TORCHINDUCTOR_FX='1'\nattention:")
+SET_BEFORE = f"{SET_ALONE}\nresumed at step 4 from a.pt, with the same source\n" + SET_ALONE.replace(
+    "TORCHINDUCTOR", "NCCL_DEBUG='INFO', TORCHINDUCTOR"
+)
 MODULES = {"data/loader.py": b"a = 1\n", "runtime/log.py": b"c = 3\n"}
 
 
@@ -312,6 +316,8 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         (3, "x", {"name": "pattern"}),
         (3, "!", {"environment": ON_OTHER_TERMS}),
         (3, "!", {"environment": TOLD.replace("attention:", "variables: TORCHINDUCTOR_MAX_AUTOTUNE='1'\nattention:")}),
+        (3, "!", {"environment": TOLD.replace("attention:", "variables: TORCHDYNAMO_VERBOSE='1'\nattention:")}),
+        (3, "x", {"environment": SET_BEFORE, "base_environment": SET_ALONE}),
         (3, "x", {"environment": TOLD.replace("attention:", "variables: NCCL_DEBUG='INFO'\nattention:")}),
         (5, "!", {"times": (90_000, 90_500, 91_000)}),
         (5, "!", {"environment": TOLD.replace("6.8", "6.9")}),
