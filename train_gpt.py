@@ -111,7 +111,7 @@ class Hyperparameters:
     save_every: int = setting(0, "steps between checkpoints in log_dir/run_id, untimed; 0: none", least=0)
     keep_checkpoints: int = setting(2, "checkpoints of a run that stay, the newest")
     trace_steps: str = setting("", "A:B: record the optimizer's times of steps A to B-1, for bench/order.py")
-    resume: str = setting("", "checkpoint to go on from, or 'latest': of run_id, or of all runs in log_dir")
+    resume: str = setting("", "checkpoint to go on from, or 'latest': of run_id, or of all runs in log_dir", path=True)
 
     @property
     def total_iterations(self) -> int:

@@ -342,13 +342,17 @@ def make_data(tool: str | None, options: list[str]) -> None:
 
 
 def project_paths(s: Any, options: list[str]) -> list[str]:
-    """Options for the paths that are not given: the project's, wherever the user stands. Changes s alike."""
+    """Options for the paths that are not given: the project's, wherever the user stands; for those with a ~, which no shell
+    expands in --name=~/folder: the home folder's. Changes s alike."""
     more = []
     for field in dataclasses.fields(s):
         value = getattr(s, field.name)
-        if field.metadata.get("path") and value and not is_given(field.name, options) and Path.cwd() != ROOT:
-            setattr(s, field.name, f"{ROOT / value}")
-            more.append(f"--{field.name}={ROOT / value}")
+        if field.metadata.get("path") and value:
+            project = f"{ROOT / value}" if Path.cwd() != ROOT else value
+            meant = os.path.expanduser(value) if is_given(field.name, options) else project
+            if meant != value:
+                setattr(s, field.name, meant)
+                more.append(f"--{field.name}={meant}")
     return more
 
 

@@ -129,6 +129,8 @@ class RunLog:
     def recipe_settings(self) -> dict[str, str]:
         """The settings in which runs of one experiment agree; of data the folder's name, as folders move."""
         kept = {name: value for name, value in self.settings.items() if name not in MAY_DIFFER_BETWEEN_RUNS}
+        if traced := self.settings.get("trace_steps", "").strip("'\""):  # a tracer works while the clock runs
+            kept["trace_steps"] = repr(traced)
         return kept | {"data": repr(PurePath(kept["data"].strip("'\"")).name)} if "data" in kept else kept
 
     @property

@@ -217,6 +217,18 @@ def test_checkpoints_of_another_run_are_told_before_the_ranks_start(start, shard
     assert code == 0 and started
 
 
+def test_a_home_folder_in_an_option_is_meant_as_such(start, shards, tmp_path, monkeypatch):
+    """Shells expand --log_dir ~/runs, and leave --log_dir=~/runs as it is."""
+    monkeypatch.setenv("HOME", f"{tmp_path}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").symlink_to(shards)
+    code, _, (_, command) = start(*options(shards, tmp_path), "--log_dir=~/runs", "--data=~/mine")
+    assert code == 0 and {*command[-2:]} == {f"--log_dir={tmp_path}/runs", f"--data={tmp_path}/mine"}
+    code, lines, _ = start(*options(shards, tmp_path), "--resume=~/no.pt")
+    assert code == 1 and f"{tmp_path}/no.pt: cannot be read: No such file" in lines[-1]
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_trace_that_is_there_is_told_before_the_ranks_start(start, shards, tmp_path):
     """Of a run whose log was moved, or a file of the user's; one that traces nothing leaves it alone."""
     (tmp_path / "logs").mkdir()

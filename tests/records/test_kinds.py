@@ -170,6 +170,9 @@ def test_settings_of_a_runs_own_make_no_other_kind():
     a = parse_log(make_log(environment=ENVIRONMENT.replace("seed=0", "seed=0, data='data/fineweb10B'")))
     b = parse_log(make_log(environment=ENVIRONMENT.replace("seed=0", own)))
     assert kind(a) == kind(b) and differing(kind(a), kind(b)) == ""
+    c, d = (parse_log(make_log(environment=ENVIRONMENT.replace("seed=0", f"seed=0, trace_steps='{x}'"))) for x in ("", "2:5"))
+    assert kind(c) == kind(parse_log(make_log()))  # as one from before there was this setting
+    assert "trace_steps" in differing(kind(c), kind(d))  # a tracer works while the clock runs
 
 
 # -----------------------------------------------------------------------------
