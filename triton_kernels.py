@@ -22,6 +22,7 @@ What a kernel must move and was compiled to: bench/README.md. What is proved of 
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -105,11 +106,14 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **cons
 
 def operator(name: str, fake: Callable) -> Callable[[Callable], library.CustomOpDef]:
     """The decorated function as custom operator bankrun::name, one node of a compiled graph; fake gives its result's shapes
-    and dtypes, of the same arguments."""
+    and dtypes, of the same arguments. PyTorch's wrapper keeps Dynamo out of it, and imports Dynamo for that: 2 s of every rank
+    on a CPU. There the function stands without it as long as nobody else has imported Dynamo."""
 
     def register(function: Callable) -> library.CustomOpDef:
         node = library.custom_op("bankrun::" + name, function, mutates_args=())
         node.register_fake(fake)
+        wrapped = torch._disable_dynamo(function)
+        library.impl("bankrun::" + name, "cpu", lambda *args: (wrapped if "torch._dynamo" in sys.modules else function)(*args))
         return node
 
     return register

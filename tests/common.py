@@ -289,7 +289,7 @@ def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, tim
     traceback, as soon as one rank fails, and TimeoutError after `timeout` seconds; no process outlives the call.
     """
     context = mp.get_context("forkserver")  # a clean process, which has imported all that ranks need
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "common"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "common"])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):  # it has no sys.path of ours
         forkserver.ensure_running()
     processes = [

@@ -19,7 +19,6 @@ gc.disable()  # until all is imported: pytest_collection_finish
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # a second, which every forked run would take
 from hypothesis import settings
 
 import common  # first: it loads the script that is tested

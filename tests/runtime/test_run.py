@@ -9,12 +9,14 @@ import zlib
 
 import pytest
 import torch
+import torch._dynamo
 
 import cpu
 
 import train_gpt
-from common import ROOT, launch, lines_of, options, tiny_settings, wait_until
+from common import ROOT, launch, lines_of, options, tiny_settings, unequal, wait_until
 from data.shards import read_shard
+from runtime.checkpoints import read_checkpoint
 from runtime.log import Clock, step_line
 from runtime.ranks import Ranks
 from train_gpt import main
@@ -131,6 +133,22 @@ def test_importing_reads_the_sources_first_and_starts_nothing(tmp_path):
     command = [sys.executable, "-B", "-c", IMPORT.format(root=f"{ROOT}")]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.stdout == "sources: []\nstarted: False False []\n", result.stdout + result.stderr
+
+
+def test_a_run_on_a_cpu_imports_no_compiler_and_has_its_bits(shards, tmp_path, no_warm_up):
+    """2 s of every rank. Here Dynamo is imported: operators go another way, through the wrapper that keeps it out."""
+    program = (
+        "import os, sys, train_gpt; os.sched_getaffinity = lambda _: {0}\n"  # one thread, as here
+        "train_gpt.main(sys.argv[1:]); print({'torch._dynamo', 'sympy'} & {*sys.modules})"
+    )
+    more, logs = dict(num_scheduled_iterations=4, save_every=9), tmp_path / "logs"
+    command = [sys.executable, "-c", program, *options(shards, tmp_path, **more, run_id="alone")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.stdout.endswith("set()\n"), result.stdout + result.stderr
+    assert "torch._dynamo" in sys.modules
+    main(options(shards, tmp_path, **more))
+    a, b = (read_checkpoint(logs / name / "step_000006.pt")["state"] for name in ("alone", "run"))
+    assert unequal(a, b) == [] and lines_of(logs / "alone.txt") == lines_of(logs / "run.txt")
 
 
 # Each module in a child of its own, in which nothing of ours is loaded yet.
