@@ -13,6 +13,7 @@ recipe the sample.py beside its own sources (records/extract.py LOG again; pytho
 import argparse
 import importlib.util
 import math
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +23,12 @@ import torch
 
 if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
     early = argparse.ArgumentParser(add_help=False)
-    early.add_argument("--script", type=Path, default=Path(__file__))
-    sys.path.insert(0, f"{early.parse_known_args()[0].script.resolve().parent}")
+    early.add_argument("--script", type=os.path.expanduser, default=__file__)
+    sys.path.insert(0, f"{Path(early.parse_known_args()[0].script).resolve().parent}")
 
 from data.encodings import decode, encode
 from data.loader import first_documents
-from launch.console import guard_console, printable, until_reader_leaves
+from launch.console import guard_console, printable, until_reader_leaves, user_path
 from runtime import checkpoints
 from runtime.ranks import Ranks
 from triton_kernels import softcap
@@ -119,9 +120,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=200, help="to write (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="above 0: near it the likeliest, 1 as trained (0.8)")
     parser.add_argument("--nucleus", type=float, default=0.99, help="share of the probability that is drawn from (0.99)")
-    parser.add_argument("--script", type=Path, default=Path(__file__).with_name("train_gpt.py"), help="that trained it")
+    parser.add_argument("--script", type=user_path, default=Path(__file__).with_name("train_gpt.py"), help="that trained it")
     logs = f"{Path(__file__).resolve().parent / 'logs'}"
-    parser.add_argument("--log_dir", default=logs, help="where 'latest' looks (the project's logs/)")
+    parser.add_argument("--log_dir", type=os.path.expanduser, default=logs, help="where 'latest' looks (the project's logs/)")
     args = parser.parse_args(argv)
     if args.tokens < 1 or not 0 < args.temperature < math.inf:
         parser.error("--tokens and --temperature must be positive and finite")

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import fake_gpu
-from launch.console import ended_by_signals, run_to_end
+from launch.console import ended_by_signals, run_to_end, user_path
 
 # -----------------------------------------------------------------------------
 # An H100, as kernels find it: limits that they reach, not those of the data sheet
@@ -490,7 +490,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     numbers = lambda text: [int(number) for number in text.split(",")]
     parser.add_argument("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="a copy of train_gpt.py")
-    parser.add_argument("--against", type=Path, help="another script, to be shown beside the first")
+    parser.add_argument("--against", type=user_path, help="another script, to be shown beside the first")
     parser.add_argument("--tokens", type=numbers, default=[16384], help="of a micro-batch; the stages': 16384,32768,49152")
     parser.add_argument("--eval", action="store_true", help="the forward pass of a validation, in place of training")
     parser.add_argument("--optimizer", action="store_true", help="the updates too, and a step on several GPUs")
@@ -498,8 +498,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("FA2", "FA3"), default="FA3", help="FlashAttention of the tables")
     parser.add_argument("--saved", action="store_true", help="only the bytes saved for backward: a fraction of the time")
     parser.add_argument("--kernels", action="store_true", help="every kernel, the longest first")
-    parser.add_argument("--output", type=Path, help="JSON of everything that was counted")
-    parser.add_argument("--save-code", type=Path, metavar="FOLDER", help="where to put the generated code")
+    parser.add_argument("--output", type=user_path, help="JSON of everything that was counted")
+    parser.add_argument("--save-code", type=user_path, metavar="FOLDER", help="where to put the generated code")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the process that has the fake GPU: where its result goes
     return parser.parse_args(argv)
 

@@ -36,7 +36,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from launch.console import ended_by_signals, run_to_end
+from launch.console import ended_by_signals, run_to_end, user_path
 
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
 
@@ -609,9 +609,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="walk the same code on a CPU at tiny sizes")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, by comma: %(default)s")
-    parser.add_argument("--output", type=Path, default=ROOT / "records", help="folder of the report (%(default)s)")
+    parser.add_argument("--output", type=user_path, default=ROOT / "records", help="folder of the report (%(default)s)")
     cache = "folder of shards and compiled kernels, for later calls (~/.cache/bankrun; of a dry run: none)"
-    parser.add_argument("--cache", type=Path, help=cache)
+    parser.add_argument("--cache", type=user_path, help=cache)
     args = parser.parse_args(argv)
     if unknown := set(args.only.split(",")) - set(SECTIONS):
         parser.error(f"--only: no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from launch.console import ended_by_signals
+from launch.console import ended_by_signals, user_path
 
 TIMEOUT = 900  # seconds, of one change's tests: of those in one file
 
@@ -757,7 +757,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="letters of the file or the change")
     parser.add_argument("--jobs", type=int, default=1, help="copies of the project that are tested at a time (%(default)s)")
-    parser.add_argument("--results", type=Path, help="a file that keeps them, a line each; noticed changes are not tried again")
+    parser.add_argument("--results", type=user_path, help="a file that keeps them, a line each; noticed changes are not tried again")
     parser.add_argument("--no-baseline", action="store_true", help="the tests have just passed: do not run them unchanged")
     args = parser.parse_args(argv)
     chosen = [mutant for mutant in MUTANTS if args.only in f"{mutant.file} {mutant.what}"]

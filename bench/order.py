@@ -27,7 +27,7 @@ from bench.schedule_model import (
 from bench.schedule_search import WORTH, Found, Problem, Together, descend, search
 from bench.settings import trainer_settings
 from data.shards import number_between, read_regular
-from launch.console import ended_by_signals, until_reader_leaves
+from launch.console import ended_by_signals, until_reader_leaves, user_path
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
 
 SHOWN = 0.01  # of a step: shorter exposures are summed up
@@ -384,12 +384,12 @@ def main(argv: list[str] | None = None) -> None:
     searched.add_argument("--machine", default="8xh100", help="of bench/machines, or a path (%(default)s)")
     searched.add_argument("--ranks", type=positive, help="one node's by default")
     searched.add_argument("--scale", type=numbers, help="numbers of ranks, by comma: how the step grows")
-    searched.add_argument("--tasks", type=Path, help="a file with the labels of another optimizer")
+    searched.add_argument("--tasks", type=user_path, help="a file with the labels of another optimizer")
     stepped = commands.add_parser("simulate", help="explain a step in a file")
     stepped.add_argument("step", type=Path)
     for command in (shown, searched, stepped):
-        command.add_argument("--picture", type=Path, help="where to draw both lanes, a PNG")
-        command.add_argument("--chrome", type=Path, help="where to write the spans, for chrome://tracing or ui.perfetto.dev")
+        command.add_argument("--picture", type=user_path, help="where to draw both lanes, a PNG")
+        command.add_argument("--chrome", type=user_path, help="where to write the spans, for chrome://tracing or ui.perfetto.dev")
     validated = commands.add_parser("validate", help="predict gloo's steps")
     validated.add_argument("--ranks", type=numbers, default=[2, 4, 8], help="by comma (2,4,8)")
     validated.add_argument("--orders", type=positive, default=14, help="to predict, beside those of the fit (%(default)s)")

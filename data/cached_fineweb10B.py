@@ -28,7 +28,7 @@ from data.shards import (
     DataError, HelpFormatter, ShardError, check_plain, hub_fault, locked, named, number_between, one_line, one_line_errors,
     read_json, shard_name, verify_shard, write_json,
 )
-from launch.console import console
+from launch.console import console, user_path
 
 if fault := hub_fault():  # before its library is imported
     sys.exit(f"{Path(sys.argv[0]).name}: error: {fault}")
@@ -202,7 +202,7 @@ def main() -> None:
     train_shards = number_between(0, TRAIN_SHARDS)
     parser.add_argument("N", nargs="?", type=train_shards, default=9, help=f"training shards to have, 0 to {TRAIN_SHARDS}")
     default = Path(__file__).resolve().parent / "fineweb10B"
-    parser.add_argument("--output", type=Path, default=default, help="folder for the shards")
+    parser.add_argument("--output", type=user_path, default=default, help="folder for the shards")
     args = parser.parse_args()
 
     names = [shard_name("fineweb", "train" if index else "val", index) for index in range(args.N + 1)]

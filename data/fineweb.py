@@ -34,7 +34,7 @@ from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
     shard_name, verify_shard, write_json,
 )
-from launch.console import console
+from launch.console import console, user_path
 from huggingface_hub import HfApi  # after cached_fineweb10B.py has looked at its variables
 
 REPO = "HuggingFaceFW/fineweb"
@@ -259,7 +259,7 @@ def make_shards(progress: Progress, output: Path, workers: int) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     default = Path(__file__).resolve().parent / "fineweb"
-    parser.add_argument("--output", type=Path, default=default, help="folder for the shards")
+    parser.add_argument("--output", type=user_path, default=default, help="folder for the shards")
     parser.add_argument("--subset", default="sample/10BT", help="folder of the dataset, such as sample/100BT")
     size = number_between(1, MAX_SHARD_TOKENS)
     parser.add_argument("--shard_tokens", type=size, default=100_000_000, help="tokens a shard; the last has what is left")

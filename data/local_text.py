@@ -33,7 +33,7 @@ from data.shards import (
     MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
     open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
-from launch.console import console
+from launch.console import console, user_path
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
@@ -266,9 +266,9 @@ def report(manifest: dict, output: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--input", type=Path, default=STDLIB, help="a text file, or a folder of them")
+    parser.add_argument("--input", type=user_path, default=STDLIB, help="a text file, or a folder of them")
     default = Path(__file__).resolve().parent / "local"
-    parser.add_argument("--output", type=Path, default=default, help="folder for the shards and their manifest.json")
+    parser.add_argument("--output", type=user_path, default=default, help="folder for the shards and their manifest.json")
     parser.add_argument("--encoding", default="bytes", help="bytes, or the name of a tiktoken encoding, such as gpt2")
     suffixes = "take only files of a folder that end so, such as .py,.md; default: .py of the standard library, all of others"
     parser.add_argument("--suffixes", help=suffixes, default=argparse.SUPPRESS)

@@ -130,6 +130,11 @@ def _put(number: int, data: bytes, seconds: float) -> bytes:
     return data
 
 
+def user_path(text: str) -> Path:
+    """argparse type. A ~ is the home folder, which shells expand in `--output ~/x`, and leave as it is in `--output=~/x`."""
+    return Path(os.path.expanduser(text))
+
+
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
     """For what a tool prints, which may be more than its reader wants: `| head` is no fault, a full disk is one."""

@@ -189,9 +189,10 @@ def holds_run(log: Path) -> bool:
 
 
 def python_files(root: Path) -> list[Path]:
-    """All *.py below root, but for hidden folders and environments."""
+    """All *.py below root, but for hidden folders, environments (venv's and conda's) and installed packages."""
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and "pyvenv.cfg" not in files]
+        environment = {"pyvenv.cfg", "conda-meta"} & {*files, *folders}
+        folders[:] = [x for x in folders if not (environment or x.startswith(".") or INSTALLED.fullmatch(f"/{x}/"))]
         found += [Path(folder, name) for name in files if name.endswith(".py")]
     return found

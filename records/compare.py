@@ -9,6 +9,7 @@ belongs to the one that names the fewest. How many runs it takes: plan.py.
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--source", action="store_true", help="diff of the sources and environments, baseline against each")
     parser.add_argument("--rules", action="store_true", help="the rules of a record, with what the logs prove of them")
     parser.add_argument("--snippet", action="store_true", help="for the public speedrun's README: row, figures and their proof")
-    parser.add_argument("--plot", metavar="PNG", help="draw losses and step times into this file")
+    parser.add_argument("--plot", type=os.path.expanduser, metavar="PNG", help="draw losses and step times into this file")
     parser.add_argument("--json", action="store_true", help="all figures as JSON, for programs")
     options = parser.parse_args(argv)
     try:

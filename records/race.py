@@ -30,6 +30,7 @@ import compare
 import tool
 from changes import other_tokens
 from kinds import differing, kind
+from launch.console import user_path
 from launch.sources import Sources
 from runlog import RunLog, made_with, read_log
 from tool import ROOT, clean
@@ -189,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="race.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs=2, type=Path, metavar="SCRIPT", help="the baseline, then the idea")
     parser.add_argument("count", type=int, metavar="N", help="runs of each")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to (logs/race-A-B)")
+    parser.add_argument("--logs", type=user_path, metavar="FOLDER", help="where to (logs/race-A-B)")
     parser.add_argument("--target", type=tool.finite, default=3.28, help="compare.py's: the loss to be below (%(default)s)")
     parser.add_argument("--compare", action="store_true", help="start no run: compare those that are there")
     chosen = parser.parse_args(own)

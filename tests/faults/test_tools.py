@@ -469,3 +469,16 @@ def test_training_needs_no_package_of_the_tools_and_venv_gets_them(monkeypatch, 
 def test_a_tool_finds_its_modules_where_python_looks_in_no_folder_of_scripts(name, tmp_path):
     done = command(f"{name}.py", "--help", env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith(b"usage: ") and not done.stderr
+
+
+def test_a_home_folder_in_an_option_is_meant_as_such(tmp_path):
+    """Shells leave --output=~/mine as it is: no folder is called ~."""
+    how = dict(env={**os.environ, "HOME": f"{tmp_path}"}, cwd=tmp_path)
+    (tmp_path / "text").write_text("one\n\ntwo\n" * 999)
+    making = [sys.executable, f"{ROOT / 'data' / 'local_text.py'}", "--input=~/text", "--output=~/mine"]
+    done = subprocess.run(making, capture_output=True, text=True, timeout=120, **how)
+    assert done.returncode == 0 and (tmp_path / "mine" / "local_val_000000.bin").exists(), done.stderr
+    a, b = (write_runs(tmp_path / name, [80, 81], [3.27, 3.28]) for name in ("a", "b"))
+    done = command("compare.py", a, b, "--plot=~/picture.png", **how)
+    assert done.returncode == 0 and (tmp_path / "picture.png").exists(), done.stderr
+    assert not (tmp_path / "~").exists()
