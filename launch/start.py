@@ -54,9 +54,9 @@ PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, launch/sig
 # the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13.
 RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
 SIZES = "--model_dim, --bigram_rows, --vocab_size or the batches"  # what a model's memory goes by
-CGROUP_MEMORY = (  # where control groups are, their limit and use: version 2, then 1
-    ("sys/fs/cgroup", "memory.max", "memory.current"),
-    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+CGROUP_MEMORY = (  # where control groups are, their limit, use and, in memory.stat, cached files: version 2, then 1
+    ("sys/fs/cgroup", "memory.max", "memory.current", r"^(?:in)?active_file (\d+)$"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)$"),
 )
 PLAIN = (bool, int, float, str)  # of settings
 WHEELS = "https://download.pytorch.org/whl"  # PyTorch's own index; its FlashAttention 3 is flash-attn-3, imported by this name:
@@ -442,11 +442,13 @@ def free_memory(root: Path = Path("/")) -> int:
         lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         own = [Path(path.lstrip("/")) for _, kinds, path in lines if not kinds or "memory" in kinds.split(",")]
         groups |= {group for path in own for group in (path, *path.parents)}
-    for place, *files in CGROUP_MEMORY:
-        for group in groups:
+    for place, *files, cached in CGROUP_MEMORY:
+        for group in (root / place / group for group in groups):
             with contextlib.suppress(OSError, ValueError):  # another version's; "max", no limit
-                limit, used = (int((root / place / group / file).read_text()) for file in files)
-                free = min(free, limit - used)
+                limit, used = (int((group / file).read_text()) for file in files)
+                stat = (group / "memory.stat").read_text() if (group / "memory.stat").exists() else ""
+                given_back = sum(map(int, re.findall(cached, stat, re.MULTILINE)))  # by the kernel, to who asks for memory
+                free = min(free, limit - used + given_back)
     return free
 
 

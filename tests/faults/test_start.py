@@ -145,6 +145,10 @@ LIMITS = {  # files below /sys/fs/cgroup, GiB that are free of the machine's 16,
     "of a job, version 1": ({"memory/job/memory.limit_in_bytes": f"{8 << 30}\n", "memory/job/memory.usage_in_bytes": "0\n",
                              "memory/cpu/memory.limit_in_bytes": "0\n", "memory/cpu/memory.usage_in_bytes": "0\n"}, 8,
                             "9:cpu,cpuacct:/cpu\n8:memory:/job\n"),
+    "version 2, files cached": ({"memory.max": f"{8 << 30}\n", "memory.current": f"{7 << 30}\n", "memory.stat":
+                                f"anon {4 << 30}\nfile {3 << 30}\nactive_file {1 << 30}\ninactive_file {2 << 30}\n"}, 4),
+    "version 1, files cached": ({"memory/memory.limit_in_bytes": f"{8 << 30}\n", "memory/memory.usage_in_bytes": f"{7 << 30}\n",
+                                 "memory/memory.stat": f"cache 1\nactive_file {1 << 30}\ntotal_active_file {2 << 30}\n"}, 3),
     "version 1, without": ({"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory/memory.usage_in_bytes": "1\n"}, 16),
 }  # fmt: skip
 
