@@ -91,7 +91,7 @@ class Signals:
                 number, name, self.launcher = signal.SIGTERM, "the launcher is gone", None
             else:
                 continue
-            if number == self.received and time.monotonic() < self.heard_at + ONE_SIGNAL:
+            if self.received in (number, signal.SIGHUP) and time.monotonic() < self.heard_at + ONE_SIGNAL:
                 continue
             if self.received or not self.in_training:
                 why = f"{name}: ended at once; a launcher sends SIGTERM to all ranks when one of them has died"

@@ -481,8 +481,9 @@ class Ranks:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _receive(self, number: int, _: Any) -> None:
-        again = number in self.received and (number == signal.SIGHUP or time.monotonic() < self.heard + ONE_SIGNAL)
-        if not again:  # a terminal that closes may send several
+        soon, hang_up = time.monotonic() < self.heard + ONE_SIGNAL, signal.SIGHUP
+        again = self.received and (number == hang_up or soon and {number, hang_up} & {*self.received})
+        if not again:  # a terminal that closes may send several; systemd sends SIGHUP after SIGTERM
             self.received.append(number)
             self.heard = time.monotonic()
 

@@ -860,6 +860,15 @@ def test_a_second_signal_ends_also_who_saves(ranks, monkeypatch, tmp_path):
     assert code == 143 and "through" not in said
 
 
+@pytest.mark.parametrize("numbers", [(15, 1), (1, 15), (2, 1, 1)], ids=str)
+def test_a_hang_up_beside_another_signal_is_no_second_one(ranks, tmp_path, numbers):
+    """As at a logout: from the terminal, and from systemd to all processes, which thus get them twice."""
+    send = f"[(os.kill(pid, n), time.sleep(0.1)) for n in {numbers} for pid in (os.getpid(), os.getppid())]"
+    both = SAVES.replace("os.kill(os.getppid(), 15)", send).replace("time.sleep(2)", "time.sleep(3)")
+    code, said = ranks(both.format(place=tmp_path, peers=True, saving=True, after="os._exit(0)"))
+    assert (code, said.count("through\n")) == (0, 2), said
+
+
 def test_nohup_stays_in_force(ranks):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert ranks("rank or os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.3)") == (0, "")
