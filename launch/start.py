@@ -433,10 +433,11 @@ def check_memory(ranks: int, each: int) -> None:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that new processes can have: of the machine, or of the control groups that this one is in; no end without /proc."""
-    if not (root / "proc/meminfo").exists():
-        return 1 << 62
-    free = int(re.search(r"MemAvailable:\s+(\d+)", (root / "proc/meminfo").read_text())[1]) << 10
+    """Bytes that new processes can have: of the machine, or of the control groups that this one is in. No end where /proc does
+    not tell."""
+    machine = root / "proc/meminfo"
+    found = re.search(r"MemAvailable:\s+(\d+)", machine.read_text() if machine.exists() else "")
+    free = int(found[1]) << 10 if found else 1 << 62
     groups = {Path()}  # as a container shows its own
     with contextlib.suppress(OSError):  # "0::/slurm/job_7", "9:memory:/slurm/job_7"
         lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]

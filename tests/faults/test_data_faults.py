@@ -148,9 +148,11 @@ def test_a_run_does_not_resume_on_shards_of_other_content(
 
 
 def test_a_run_resumes_on_the_same_content_elsewhere(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among more shards than it reads: a download that goes on brings some."""
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     shutil.copytree(saved / "data", tmp_path / "moved")
+    write_shard(tmp_path / "moved" / "local_train_000001.bin", read_shard(saved / "data" / TRAIN)[:9000])
     checkpoint = saved / "logs" / "run" / "step_000004.pt"
     main(options(tmp_path / "moved", tmp_path, resume=checkpoint))
     assert "step:8/8 val_loss:" in text_of(tmp_path / "logs" / "run.txt")

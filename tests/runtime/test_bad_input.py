@@ -195,7 +195,8 @@ VALUES = {  # of a checkpoint that is complete, and yet cannot be
     "other schedule": (("hyperparameters", "num_scheduled_iterations"), lambda _: 30, "num_scheduled_iterations is 30, here 6"),
     "other sizes of shards": (("shards", TRAIN), lambda x: f"1{x}", r"train_000000.bin is '1\d+,\d+ tokens, .*, here '\d"),
     "other tokens": (("shards", TRAIN), lambda x: x[:-1] + "x", r"train_000000.bin is '.* CRC-32 \w+x', here '.* CRC-32 \w+'"),
-    "more shards": (("shards",), lambda x: {**x, "local_train_000001.bin": ""}, "shards.local_train_000001.bin is unknown"),
+    "more shards": (("shards",), lambda x: {**x, "local_train_1.bin": "9 tokens, CRC-32 0"}, "shards.local_train_1.bin is missing"),
+    "fewer shards": (("shards",), lambda x: {VAL: x[VAL]}, f"shards.{TRAIN} is unknown"),
 }  # fmt: skip
 
 
