@@ -85,6 +85,14 @@ def load_script(path: Path, name: str = "") -> ModuleType:
     return module
 
 
+def other_sources(trainer: ModuleType, saved: dict[str, str]) -> str:
+    """The files in use that are not as they were in training, the script first, whatever its name."""
+    now = trainer.SOURCES.imported() if hasattr(trainer, "SOURCES") else {}
+    pairs = [*zip([*saved.items()][:1], [*now.items()][:1])]
+    pairs += [((name, saved[name]), (name, now[name])) for name in [*now][1:] if name in saved]
+    return ", ".join(then[0] for then, here in pairs if then[1] != here[1])
+
+
 def sample(
     trainer: ModuleType, path: str, prompt: str, tokens: int, temperature: float, nucleus: float = 1.0, log_dir: str = "logs"
 ) -> str:  # fmt: skip
@@ -99,6 +107,9 @@ def sample(
     h.check(ranks.world_size)
     manager = trainer.build(h, ranks)
     checkpoints.check_usable(place, saved, manager, h.total_iterations)
+    if other := other_sources(trainer, saved["sources"]):
+        fault = f"{place.name} was trained by other source, {other}: a changed model writes nonsense without its --script"
+        print(printable(f"sample.py: {fault}"), file=sys.stderr)
     checkpoints.load_whole_state(manager, saved["state"], ranks)
     manager.advance_schedule(saved["step"])
     try:

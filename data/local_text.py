@@ -21,7 +21,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -39,6 +39,7 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 DOCUMENT_BYTES = 2040  # with end-of-text still below the 2,048 tokens at which training cuts documents
 VALIDATION_SHARE = 1 / 20
+READ_ANEW = 256 << 20  # bytes of text, a second: to find out whether it has changed
 PROGRAM = (Path(__file__), Path(__file__).with_name("encodings.py"))  # what turns text into tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -169,13 +170,19 @@ def split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object]:
-    """All that decides what the shards hold: the options, the program, and the files: names, sizes, times, readable or not."""
+    """All that decides what the shards hold: the options, the program, and the files: names and content, wherever they lie; of
+    more than READ_ANEW bytes path, sizes and times instead."""
     fingerprint = blake2b(b"".join(path.read_bytes() for path in PROGRAM), digest_size=16)
+    read = sum(path.stat().st_size for path in files.values()) <= READ_ANEW
     for name, path in files.items():
-        status = path.stat()
-        facts = status.st_size, status.st_mtime_ns, os.access(path, os.R_OK)
+        status, readable = path.stat(), os.access(path, os.R_OK)
+        times = status.st_mtime_ns, status.st_ctime_ns  # the second no archive and no copy sets
+        facts = status.st_size, readable, () if read else times
         fingerprint.update(f"{name}\0{facts}\0".encode(errors="surrogateescape"))
-    options = {"input": str(args.input), "suffixes": args.suffixes}
+        if read and readable:
+            with suppress(OSError):  # as read_text: it is left out
+                fingerprint.update(path.read_bytes())
+    options = {"input": "" if read else str(args.input), "suffixes": args.suffixes}
     return options | {"shard_tokens": args.shard_tokens, "encoding": args.encoding, "fingerprint": fingerprint.hexdigest()}
 
 

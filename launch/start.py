@@ -71,9 +71,13 @@ class Interrupted(BaseException):
     """A signal before the ranks start: Interrupted(number)."""
 
 
+interrupted: list[float] = []  # when
+
+
 def main(argv: list[str] | None = None) -> None:
     """Raises SystemExit, with the run's code, after at most one message of its own."""
     name, *given = sys.argv if argv is None else ["start.py", *argv]
+    interrupted.clear()
     try:
         for number in heeded_signals():
             signal.signal(number, interrupt)
@@ -101,8 +105,8 @@ def main(argv: list[str] | None = None) -> None:
             console(traceback.format_exc().rstrip(), "stderr")
     except subprocess.CalledProcessError as error:  # the tool that makes the data has said why
         code = error.returncode
-    except Interrupted as interrupted:
-        (number,) = interrupted.args
+    except Interrupted as caught:
+        (number,) = caught.args
         code = 128 + number
         tell(name, f"{signal.Signals(number).name}: ended before its ranks started")
     raise SystemExit(code)
@@ -122,7 +126,12 @@ def heeded_signals() -> list[int]:
 
 
 def interrupt(number: int, _: Any) -> None:
-    raise Interrupted(number)
+    """What comes within a second of the first, as a hang-up beside SIGTERM, is the same; later the end is at once."""
+    if not interrupted:
+        interrupted.append(time.monotonic())
+        raise Interrupted(number)
+    if time.monotonic() > interrupted[0] + ONE_SIGNAL:
+        os._exit(128 + number)
 
 
 def is_message(error: Exception) -> bool:
@@ -464,10 +473,12 @@ class Ranks:
     """
 
     def __init__(self, count: int, command: list[str], name: str):
-        self.name, self.received, self.heard, self.busy = name, [], 0.0, 0.0
+        self.name, self.received, self.heard, self.busy, self.stops = name, [], 0.0, 0.0, 0
         for number in heeded_signals():
             signal.signal(number, self._receive)
         signal.signal(signal.SIGURG, self._hear_busy)  # launch/signals.py's BUSY
+        if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+            signal.signal(signal.SIGTSTP, self._refuse_to_stop)
         self.store, port = loopback_store()
         self.processes: list[subprocess.Popen] = []
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it until they handle signals:
@@ -491,6 +502,9 @@ class Ranks:
     def _hear_busy(self, *_: Any) -> None:
         self.busy = time.monotonic()
 
+    def _refuse_to_stop(self, *_: Any) -> None:  # alone, while the ranks train on
+        self.stops += 1
+
     def wait(self, pause: float = 0.05) -> int:
         """The exit code: 0, a rank's own, 128 + a signal that was handed on, 1 for a rank that died by another."""
         told, failed, deadline = 0, None, float("inf")
@@ -505,6 +519,9 @@ class Ranks:
                     tell(self.name, f"{signal.Signals(number).name}: {how}")
             elif told > 1:  # again: a rank that has just heard the first one takes this for the same
                 self._send(self.received[-1])
+            if self.stops:
+                self.stops = 0
+                tell(self.name, "SIGTSTP: its clock would not stop, so a run trains on; Ctrl-C ends it after its step")
             if failed is None and (failed := self._failed()) is not None:
                 self._send(signal.SIGTERM)
                 deadline = time.monotonic() + PATIENCE

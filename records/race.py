@@ -135,15 +135,17 @@ def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
 
 
 def run_to_its_end(command: list[str]) -> int:
-    """Its exit code. Ctrl-C reaches the run by itself, which ends after its step; SIGTERM is handed on."""
+    """Its exit code. Ctrl-C reaches the run by itself, which ends after its step; SIGTERM is handed on, each time."""
     process = subprocess.Popen(command)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
-        except SystemExit:
-            process.terminate()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: number == signal.SIGINT or process.terminate())
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> list[Path]:

@@ -36,8 +36,8 @@ PLAIN_LINE = re.compile(
 # With a validation loss, or of other logs: `s:250 tel:3.91`, `step 250/1765 | val loss 3.91 | train time 8.3 s`, and worse.
 LOOSE_LINE = re.compile(rb"^[ \t]*(?:step|s)(?::|[ \t]*=|[ \t]+(?=\d)).*$", re.MULTILINE)
 LOOSE_STEP = re.compile(rb"\s*\w+[ \t:=]+(\d{1,9})(?:\s*(?:/|of)\s*(\d{1,9}))?(?![\w.])")
-LOOSE_LOSS = re.compile(rb"(?:val(?:idation)?[_ ]?loss|\btel)[ \t:=]+([^\s|,;]{1,40})()")
-LOOSE_TIME = re.compile(rb"(?:train[_ing]*[_ ]?)?time[ \t:=]+([^\s|,;]{1,40}?)[ \t]?(ms|s)?(?=[\s|,;]|$)")
+LOOSE_LOSS = re.compile(rb"\b(?:val(?:idation)?[_ ]?loss|tel)[ \t:=]+([^\s|,;]{1,40})()")  # not ema_val_loss
+LOOSE_TIME = re.compile(rb"\b(?:train[_ing]*[_ ]?)?time[ \t:=]+([^\s|,;]{1,40}?)[ \t]?(ms|s)?(?=[\s|,;]|$)")
 ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
@@ -392,7 +392,10 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
                 log.total = total
             if time is not None:
                 log.times[step] = time
-            if loss is not None:
+            before = log.validations[-1] if log.validations else (None, loss)
+            if loss is not None and before[0] == step and before[1] != loss:
+                log.problems.append(f"step {step} has two validation losses, {before[1]:g} and {loss:g}: the first counts")
+            elif loss is not None:
                 log.validations.append((step, loss, time))
     order += steps[done:]
     log.total = int(totals[-1]) if totals and log.total is None else log.total

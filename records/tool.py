@@ -56,9 +56,17 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
     """
     if packages:
         go_on_with_packages()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what is half written is undone
-        if signal.getsignal(number) != signal.SIG_IGN:  # as after nohup
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as after nohup
+
+    def undo(number: int, _: object) -> None:
+        """What is half written; no second signal, as a hang-up beside SIGTERM, ends that."""
+        for other in heeded:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    for number in heeded:
+        signal.signal(number, undo)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -74,6 +82,9 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
         end("", 130)
     except SystemExit as exit_:
         end(exit_.code) if isinstance(exit_.code, str) else end("", exit_.code or 0)
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
 
 
 def end(message: str, code: int = 1) -> None:

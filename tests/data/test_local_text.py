@@ -216,6 +216,23 @@ def test_work_is_done_again_after(change: str, tmp_path: Path, library: Path, mo
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
+@pytest.mark.parametrize("limit", [local_text.READ_ANEW, 0], ids=["read anew", "by times"])
+def test_other_text_of_the_same_size_and_time_is_other_text(
+    limit: int, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As archives that set all times alike bring it. What is read anew may lie elsewhere."""
+    monkeypatch.setattr(local_text, "READ_ANEW", limit)
+    made = lambda source: (make(monkeypatch, source, tmp_path / "out"), "is up to date" not in capsys.readouterr().out)[1]
+    assert made(library) and not made(library)
+    book = library / "shelf0" / "book0.py"
+    status, text = book.stat(), book.read_bytes()
+    book.write_bytes(text.swapcase())
+    os.utime(book, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert text.swapcase() != text and made(library) and not made(library)
+    shutil.copytree(library, tmp_path / "elsewhere")
+    assert made(tmp_path / "elsewhere") == (limit == 0)
+
+
 @pytest.mark.parametrize("changed", local_text.PROGRAM, ids=lambda path: path.name)
 def test_a_changed_program_makes_the_shards_again(
     changed: Path, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -37,7 +37,7 @@ PYTHON = sys.executable
 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in launcher.SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*launcher.SIGNALS, signal.SIGTSTP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -869,6 +869,33 @@ def test_a_hang_up_beside_another_signal_is_no_second_one(ranks, tmp_path, numbe
     both = SAVES.replace("os.kill(os.getppid(), 15)", send).replace("time.sleep(2)", "time.sleep(3)")
     code, said = ranks(both.format(place=tmp_path, peers=True, saving=True, after="os._exit(0)"))
     assert (code, said.count("through\n")) == (0, 2), said
+
+
+def test_ctrl_z_does_not_stop_the_launcher_alone(ranks):
+    code, said = ranks("rank or os.kill(os.getppid(), signal.SIGTSTP)\ntime.sleep(1)")
+    assert (code, said) == (0, "idea.py: SIGTSTP: its clock would not stop, so a run trains on; Ctrl-C ends it after its step\n")
+
+
+def test_two_signals_before_the_ranks_start_are_one(tmp_path, monkeypatch):
+    """Of a service manager, or at a logout; a later one ends it at once."""
+
+    def begin(wait: float, second: int) -> None:
+        def busy(_: Path) -> None:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                time.sleep(wait)
+                os.kill(os.getpid(), second)
+                time.sleep(0.1)
+
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        monkeypatch.setattr(launcher, "load", busy)
+        launcher.main([f"{SCRIPT}"])
+
+    for wait, second, code in ((0.0, signal.SIGHUP, 143), (0.0, signal.SIGTERM, 143), (1.2, signal.SIGHUP, 129)):
+        output = tmp_path / f"{wait}{second}"
+        assert exit_code(forked(lambda wait=wait, second=second: begin(wait, second), output)) == code, text_of(output)
+        assert text_of(output) == (f"{SCRIPT.name}: SIGTERM: ended before its ranks started\n" if code == 143 else "")
 
 
 def test_nohup_stays_in_force(ranks):

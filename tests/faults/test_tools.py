@@ -334,8 +334,10 @@ def test_a_source_with_a_name_that_no_file_has_is_refused_in_a_line(tmp_path, le
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("second", [0, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_leaves_no_half_of_an_extraction(tmp_path, monkeypatch, number):
+def test_a_signal_leaves_no_half_of_an_extraction(tmp_path, monkeypatch, number, second):
+    """Nor do two, as at a logout, of which the second comes while the first is obeyed."""
     (tmp_path / "log.txt").write_bytes(make_log())
     (tmp_path / "again").mkdir()
     for name in ("train_gpt.py", "triton_kernels.py"):
@@ -347,6 +349,8 @@ def test_a_signal_leaves_no_half_of_an_extraction(tmp_path, monkeypatch, number)
         done.append(target)
         if len(done) == 2:
             os.kill(os.getpid(), number)
+        if len(done) == 3:
+            os.kill(os.getpid(), second)
         replace(source, target)
 
     handlers = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGTERM, signal.SIGHUP)}  # maybe under nohup

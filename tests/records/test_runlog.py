@@ -120,6 +120,15 @@ def test_older_formats(line, loss, seconds, opening):
     assert (log.loss, log.seconds) == (loss, seconds)
 
 
+def test_another_figure_is_not_the_validation_loss():
+    """Of averaged weights, say; and of two losses of one step none is taken in silence."""
+    more = "step:8/8 ema_val_loss:2.9000 eval_time:7ms\nstep:8/8 best_val_loss:2.8 train_time:80ms\n"
+    plain, log = parse_log(make_log()), parse_log(make_log(lines=step_lines() + more))
+    assert (log.loss, log.seconds, log.fault, log.problems) == (plain.loss, plain.seconds, "", [])
+    log = parse_log(make_log(lines=step_lines() + "step:8/8 val_loss:2.9 train_time:80ms\n"))
+    assert log.loss == plain.loss and log.problems == ["step 8 has two validation losses, 3.27 and 2.9: the first counts"]
+
+
 def test_other_rules_and_none():
     for rule in ("-" * 80, "*" * 60):
         log = parse_log(make_log().replace(RULE.encode(), rule.encode()))

@@ -15,7 +15,7 @@ import triton_kernels
 from common import ROOT, SCRIPT, lines_of, options
 from data.loader import first_documents
 from data.shards import write_shard
-from runtime.checkpoints import read_checkpoint
+from runtime.checkpoints import read_checkpoint, write_checkpoint
 from runtime.ranks import Ranks
 from train_gpt import Hyperparameters, main
 
@@ -34,8 +34,20 @@ def test_a_checkpoint_writes_text(logs, capsys):
     path, texts = f"{logs / 'run' / 'step_000008.pt'}", []
     for checkpoint in (path, path, "latest"):
         sample.main([checkpoint, "def ", "--tokens=12", f"--log_dir={logs}", f"--script={SCRIPT}"])
-        texts.append(capsys.readouterr().out)
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        texts.append(printed.out)
     assert texts[0] == texts[1] == texts[2] and texts[0].startswith("def ⟫") and len(texts[0]) > 8
+
+
+def test_other_source_than_the_checkpoints_is_told(logs, tmp_path, capsys):
+    """A changed model of the same parameters would write nonsense in silence; so would a changed module."""
+    saved = read_checkpoint(logs / "run" / "step_000008.pt")
+    for name in (SCRIPT.name, "attention.py"):
+        write_checkpoint(tmp_path / name / "step_000008.pt", saved | {"sources": saved["sources"] | {name: "x = 1\n"}}, keep=1)
+        sample.main([f"{tmp_path / name}/step_000008.pt", "def ", "--tokens=2", f"--script={SCRIPT}"])
+        said = f"sample.py: step_000008.pt was trained by other source, {name}: a changed model writes nonsense without its --script\n"
+        assert capsys.readouterr().err == said
 
 
 def test_a_prompt_of_any_bytes_is_one(logs, capsys):
