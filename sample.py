@@ -86,11 +86,11 @@ def load_script(path: Path, name: str = "") -> ModuleType:
 
 
 def other_sources(trainer: ModuleType, saved: dict[str, str]) -> str:
-    """The files in use that are not as they were in training, the script first, whatever its name."""
-    now = trainer.SOURCES.imported() if hasattr(trainer, "SOURCES") else {}
-    pairs = [*zip([*saved.items()][:1], [*now.items()][:1])]
-    pairs += [((name, saved[name]), (name, now[name])) for name in [*now][1:] if name in saved]
-    return ", ".join(then[0] for then, here in pairs if then[1] != here[1])
+    """The files in use that are not as they were in training; the script, which comes first, whatever its name."""
+    now = trainer.SOURCES.imported() if hasattr(trainer, "SOURCES") else saved
+    name, here = next(iter(saved), ""), next(iter(now.values()), "")
+    differ = [name] * (saved.get(name, "") != here)
+    return ", ".join(differ + [x for x in [*now][1:] if x in saved and x != name and saved[x] != now[x]])
 
 
 def sample(
@@ -108,7 +108,7 @@ def sample(
     manager = trainer.build(h, ranks)
     checkpoints.check_usable(place, saved, manager, h.total_iterations)
     if other := other_sources(trainer, saved["sources"]):
-        fault = f"{place.name} was trained by other source, {other}: a changed model writes nonsense without its --script"
+        fault = f"{place.name} was trained by other source ({other}): if that makes another model, name it by --script"
         print(printable(f"sample.py: {fault}"), file=sys.stderr)
     checkpoints.load_whole_state(manager, saved["state"], ranks)
     manager.advance_schedule(saved["step"])

@@ -39,7 +39,7 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 DOCUMENT_BYTES = 2040  # with end-of-text still below the 2,048 tokens at which training cuts documents
 VALIDATION_SHARE = 1 / 20
-READ_ANEW = 256 << 20  # bytes of text, a second: to find out whether it has changed
+READ_ANEW = 256 << 20  # bytes of text, half a second: to find out whether it has changed
 PROGRAM = (Path(__file__), Path(__file__).with_name("encodings.py"))  # what turns text into tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -176,11 +176,11 @@ def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object
     read = sum(path.stat().st_size for path in files.values()) <= READ_ANEW
     for name, path in files.items():
         status, readable = path.stat(), os.access(path, os.R_OK)
-        times = status.st_mtime_ns, status.st_ctime_ns  # the second no archive and no copy sets
-        facts = status.st_size, readable, () if read else times
+        times = () if read else (status.st_mtime_ns, status.st_ctime_ns)  # the second no archive and no copy sets
+        facts = status.st_size, readable, times
         fingerprint.update(f"{name}\0{facts}\0".encode(errors="surrogateescape"))
         if read and readable:
-            with suppress(OSError):  # as read_text: it is left out
+            with suppress(OSError):  # which is told where the text is read
                 fingerprint.update(path.read_bytes())
     options = {"input": "" if read else str(args.input), "suffixes": args.suffixes}
     return options | {"shard_tokens": args.shard_tokens, "encoding": args.encoding, "fingerprint": fingerprint.hexdigest()}

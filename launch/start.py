@@ -71,14 +71,11 @@ class Interrupted(BaseException):
     """A signal before the ranks start: Interrupted(number)."""
 
 
-interrupted: list[float] = []  # when
-
-
 def main(argv: list[str] | None = None) -> None:
     """Raises SystemExit, with the run's code, after at most one message of its own."""
     name, *given = sys.argv if argv is None else ["start.py", *argv]
-    interrupted.clear()
     try:
+        interrupt = interrupter()
         for number in heeded_signals():
             signal.signal(number, interrupt)
         if not standing():
@@ -125,13 +122,19 @@ def heeded_signals() -> list[int]:
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
-def interrupt(number: int, _: Any) -> None:
-    """What comes within a second of the first, as a hang-up beside SIGTERM, is the same; later the end is at once."""
-    if not interrupted:
-        interrupted.append(time.monotonic())
-        raise Interrupted(number)
-    if time.monotonic() > interrupted[0] + ONE_SIGNAL:
-        os._exit(128 + number)
+def interrupter() -> Callable[[int, Any], None]:
+    """A handler for all signals before the ranks start. What comes within a second of the first, as a hang-up beside SIGTERM,
+    is the same one; later the end is at once."""
+    heard: list[float] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        heard.append(time.monotonic())
+        if len(heard) == 1:
+            raise Interrupted(number)
+        if heard[-1] > heard[0] + ONE_SIGNAL:
+            os._exit(128 + number)
+
+    return interrupt
 
 
 def is_message(error: Exception) -> bool:
@@ -302,7 +305,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
 
 
 def check_plain(settings: type, presets: dict[str, dict]) -> None:
-    """Raise LaunchError for a setting that is no bool, int, float or str: no option gives it, no checkpoint's reader takes it."""
+    """Raise LaunchError for a setting that is no bool, int, float or str: no option gives it, no checkpoint gives it back."""
     kinds = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
         values = [field.default, *(preset[field.name] for preset in presets.values() if field.name in preset)]
@@ -473,12 +476,12 @@ class Ranks:
     """
 
     def __init__(self, count: int, command: list[str], name: str):
-        self.name, self.received, self.heard, self.busy, self.stops = name, [], 0.0, 0.0, 0
+        self.name, self.received, self.heard, self.busy, self.stopped = name, [], 0.0, 0.0, False
         for number in heeded_signals():
             signal.signal(number, self._receive)
         signal.signal(signal.SIGURG, self._hear_busy)  # launch/signals.py's BUSY
         if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
-            signal.signal(signal.SIGTSTP, self._refuse_to_stop)
+            signal.signal(signal.SIGTSTP, self._stay)  # not alone, while the ranks train on
         self.store, port = loopback_store()
         self.processes: list[subprocess.Popen] = []
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it until they handle signals:
@@ -502,8 +505,8 @@ class Ranks:
     def _hear_busy(self, *_: Any) -> None:
         self.busy = time.monotonic()
 
-    def _refuse_to_stop(self, *_: Any) -> None:  # alone, while the ranks train on
-        self.stops += 1
+    def _stay(self, *_: Any) -> None:
+        self.stopped = True
 
     def wait(self, pause: float = 0.05) -> int:
         """The exit code: 0, a rank's own, 128 + a signal that was handed on, 1 for a rank that died by another."""
@@ -519,8 +522,8 @@ class Ranks:
                     tell(self.name, f"{signal.Signals(number).name}: {how}")
             elif told > 1:  # again: a rank that has just heard the first one takes this for the same
                 self._send(self.received[-1])
-            if self.stops:
-                self.stops = 0
+            if self.stopped:
+                self.stopped = False
                 tell(self.name, "SIGTSTP: its clock would not stop, so a run trains on; Ctrl-C ends it after its step")
             if failed is None and (failed := self._failed()) is not None:
                 self._send(signal.SIGTERM)

@@ -135,17 +135,25 @@ def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
 
 
 def run_to_its_end(command: list[str]) -> int:
-    """Its exit code. Ctrl-C reaches the run by itself, which ends after its step; SIGTERM is handed on, each time."""
-    process = subprocess.Popen(command)
+    """Its exit code; 128 + signal if it ended well although one came. Ctrl-C reaches the run by itself, which ends after its
+    step; SIGTERM, and SIGHUP as SIGTERM, are handed on, each time."""
+    process, received = subprocess.Popen(command), []
+
+    def hand_on(number: int, _: object) -> None:
+        received.append(number)
+        if number != signal.SIGINT:
+            process.terminate()
+
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: number == signal.SIGINT or process.terminate())
+        if handler != signal.SIG_IGN:  # as after nohup
+            signal.signal(number, hand_on)
     try:
-        return process.wait()
+        code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return code or (128 + received[0] if received else 0)
 
 
 def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> list[Path]:

@@ -129,8 +129,8 @@ class RunLog:
     def recipe_settings(self) -> dict[str, str]:
         """The settings in which runs of one experiment agree; of data the folder's name, as folders move."""
         kept = {name: value for name, value in self.settings.items() if name not in MAY_DIFFER_BETWEEN_RUNS}
-        if traced := self.settings.get("trace_steps", "").strip("'\""):  # a tracer works while the clock runs
-            kept["trace_steps"] = repr(traced)
+        if self.settings.get("trace_steps", "''") != "''":  # a tracer works while the clock runs
+            kept["trace_steps"] = self.settings["trace_steps"]
         return kept | {"data": repr(PurePath(kept["data"].strip("'\"")).name)} if "data" in kept else kept
 
     @property
@@ -394,7 +394,8 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
                 log.times[step] = time
             before = log.validations[-1] if log.validations else (None, loss)
             if loss is not None and before[0] == step and before[1] != loss:
-                log.problems.append(f"step {step} has two validation losses, {before[1]:g} and {loss:g}: the first counts")
+                if len(log.problems) < MAX_PROBLEMS:
+                    log.problems.append(f"step {step} has two validation losses, {before[1]:g} and {loss:g}: the first counts")
             elif loss is not None:
                 log.validations.append((step, loss, time))
     order += steps[done:]

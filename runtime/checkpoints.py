@@ -195,10 +195,10 @@ def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> No
 
 def check_fits(path: Path, saved: dict[str, Any], settings: dict[str, Any], shards: dict[str, str]) -> None:
     """Raise CheckpointError, with the first differences, if the checkpoint is of other settings or read other shards."""
-    was, had = (saved[kind] if isinstance(saved.get(kind), dict) else {} for kind in ("hyperparameters", "shards"))
-    read, had = ({name: x for name, x in of.items() if "CRC-32" in f"{x}"} for of in (shards, had))
-    faults = differences(was, settings, "hyperparameters.") + differences(read, had, "shards.")
-    for here, there in ((settings, was), (read, had)):
+    was, held = (saved[kind] if isinstance(saved.get(kind), dict) else {} for kind in ("hyperparameters", "shards"))
+    read, was_read = ({name: x for name, x in some.items() if "CRC-32" in f"{x}"} for some in (shards, held))
+    faults = differences(was, settings, "hyperparameters.") + differences(read, was_read, "shards.")
+    for here, there in ((settings, was), (read, was_read)):
         changed = (name for name in here if name in there and name not in MAY_CHANGE_ON_RESUME and there[name] != here[name])
         faults += [f"{name} is {there[name]!r}, here {here[name]!r}" for name in changed]
     raise_if(path, faults)

@@ -4,8 +4,10 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -97,6 +99,29 @@ def test_the_code_of_a_run_that_a_signal_ended_is_the_races(track, tmp_path, cap
         track()
     said = "race.py: before, seed 0: ended by SIGTERM. The same command goes on from there\n"
     assert ended.value.code == 143 and capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 3), (signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 0)])
+def test_a_signal_to_a_race_reaches_its_run_and_ends_it(tmp_path, number, code):
+    """Also one whose run has ended well all the same: no other begins. Twice, as from a service manager."""
+    run = f"import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit({code}))\nopen({f'{tmp_path}/begun'!r}, 'w')\n"
+    run += "time.sleep(1 if {0} == 2 else 50)".format(int(number))
+
+    def begin() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        sys.exit(race.run_to_its_end([sys.executable, "-c", run]))
+
+    if not (child := os.fork()):
+        try:
+            begin()
+        except SystemExit as ended:
+            os._exit(ended.code)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for _ in range(2):
+        os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (code or 128 + number)
 
 
 def test_kill_9_at_its_start_leaves_a_race_that_goes_on(track, tmp_path, monkeypatch):

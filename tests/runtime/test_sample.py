@@ -46,7 +46,7 @@ def test_other_source_than_the_checkpoints_is_told(logs, tmp_path, capsys):
     for name in (SCRIPT.name, "attention.py"):
         write_checkpoint(tmp_path / name / "step_000008.pt", saved | {"sources": saved["sources"] | {name: "x = 1\n"}}, keep=1)
         sample.main([f"{tmp_path / name}/step_000008.pt", "def ", "--tokens=2", f"--script={SCRIPT}"])
-        said = f"sample.py: step_000008.pt was trained by other source, {name}: a changed model writes nonsense without its --script\n"
+        said = f"sample.py: step_000008.pt was trained by other source ({name}): if that makes another model, name it by --script\n"
         assert capsys.readouterr().err == said
 
 
