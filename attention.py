@@ -245,11 +245,8 @@ def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) 
 def _by_head(x: Tensor, padded: int, front: int, back: int) -> Tensor:
     """(P, H, D) → (front + H·padded + back, D), fp32 or better: zero rows first, after each head and last."""
     P, H, D = x.shape
-    out = torch.empty(front + H * padded + back, D, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-    heads = out[front : len(out) - back].view(H, padded, D)
-    for zeros in (out[:front], heads[:, P:], out[len(out) - back :]):
-        zeros.zero_()
-    heads[:, :P].copy_(x.transpose(0, 1))
+    out = x.new_zeros(front + H * padded + back, D, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    out[front : len(out) - back].view(H, padded, D)[:, :P].copy_(x.transpose(0, 1))
     return out
 
 
@@ -277,11 +274,20 @@ def _by_key(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
     return memory.as_strided((batch, rows, keys), (rows * (keys + 1), 1, keys), keys - rows)
 
 
+CACHED_SCORES = 1 << 17  # half a MiB in fp32: a core has as much cache of its own
+
+
+def _head_groups(batch: int, rows: int, keys: int, blocks: int) -> list[slice]:
+    """Of the batch: as many heads at a time as have scores that stay in the cache, at least one."""
+    step = max(1, CACHED_SCORES // (blocks * rows * keys)) * blocks
+    return [slice(i, i + step) for i in range(0, batch, step)]
+
+
 class _BandedAttention(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) v, block by block: the reference on any device, and the fast path on CPU.
     Faster: a block of queries multiplies the few keys of its window, not all: heads lie one after another in memory, so that
-    the keys of all blocks are overlapping windows of one strided view; backward, so are the queries of all blocks of keys. One
-    head at a time: its scores stay in the cache. Must hold: a head's first blocks reach into the head before it, so that the
+    the keys of all blocks are overlapping windows of one strided view; backward, so are the queries of all blocks of keys. Few
+    heads at a time: their scores stay in the cache. Must hold: a head's first blocks reach into the head before it, so that the
     bias masks those keys like any foreign document's; their probabilities are zero, by query and by key."""
 
     @staticmethod
@@ -292,9 +298,10 @@ class _BandedAttention(torch.autograd.Function):
         k, v = (_bands(_by_head(x, padded, beyond, 0), *sizes) for x in (k, v))
         own, probs = _bands(q, H * blocks, rows, rows), _scores(q, *sizes)
         by_query, out = _by_query(probs, *sizes), torch.empty_like(own)
-        for head in (slice(i * blocks, (i + 1) * blocks) for i in range(H)):
-            scores = torch.bmm(own[head], k[head].mT).add_(bias)
-            torch.bmm(by_query[head].copy_(torch.softmax(scores, -1)), v[head], out=out[head])
+        for heads in _head_groups(*sizes, blocks):
+            scores = torch.bmm(own[heads], k[heads].mT)
+            scores.view(-1, *bias.shape).add_(bias)
+            torch.bmm(by_query[heads].copy_(torch.softmax(scores, -1)), v[heads], out=out[heads])
         ctx.save_for_backward(q, k, v, probs, out)
         ctx.scale, ctx.sizes = scale, sizes
         return out.view(H, padded, D)[:, :P].transpose(0, 1)
@@ -309,11 +316,11 @@ class _BandedAttention(torch.autograd.Function):
         own, grad_scores, grads = _bands(g, batch, rows, rows), _scores(q, *sizes), [torch.empty_like(out) for _ in range(3)]
         mean = (own * out).sum(-1, keepdim=True)  # over the keys, of the probabilities' gradients, weighted by them
         q, g = _bands(q, *sizes), _bands(g, *sizes)  # of each block of keys; q carries the scale
-        for head in (slice(i * blocks, (i + 1) * blocks) for i in reversed(range(H))):  # by key a head reads the next one's too
-            grad_q, grad_k, grad_v = (x[head] for x in grads)
-            scores = torch.bmm(own[head], v[head].mT).sub_(mean[head]).mul_(_by_query(probs, *sizes)[head])
-            torch.bmm(_by_query(grad_scores, *sizes)[head].copy_(scores), k[head], out=grad_q)
-            torch.bmm(_by_key(grad_scores, *sizes)[head], q[head], out=grad_k)
-            torch.bmm(_by_key(probs, *sizes)[head], g[head], out=grad_v)
+        for heads in reversed(_head_groups(*sizes, blocks)):  # by key they read the next head's too
+            grad_q, grad_k, grad_v = (x[heads] for x in grads)
+            scores = torch.bmm(own[heads], v[heads].mT).sub_(mean[heads]).mul_(_by_query(probs, *sizes)[heads])
+            torch.bmm(_by_query(grad_scores, *sizes)[heads].copy_(scores), k[heads], out=grad_q)
+            torch.bmm(_by_key(grad_scores, *sizes)[heads], q[heads], out=grad_k)
+            torch.bmm(_by_key(probs, *sizes)[heads], g[heads], out=grad_v)
         grads[0].mul_(ctx.scale)
         return *(x.view(H, padded, D)[:, :P].transpose(0, 1) for x in grads), None, None

@@ -24,7 +24,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -242,7 +242,7 @@ class Prefetched:
         self.ready: queue.Queue = queue.Queue(depth)
         stopped = threading.Event()
         thread = threading.Thread(target=make_ahead, args=(items, self.ready, stopped), daemon=True, name="loader")
-        self.close = weakref.finalize(self, stop_and_join, thread, stopped)
+        self.close = weakref.finalize(self, stop_and_join, thread, stopped, self.ready)
         thread.start()
         self.next = self.ready.get()
 
@@ -263,13 +263,8 @@ def make_ahead(items: Iterable, ready: queue.Queue, stopped: threading.Event) ->
     """Puts ("item", item) for each item into `ready`, then ("end", error to raise), until `stopped`."""
 
     def put(*message: Any) -> bool:
-        while not stopped.is_set():
-            try:
-                ready.put(message, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+        ready.put(message)  # it waits for room, which stop_and_join makes
+        return not stopped.is_set()
 
     try:
         if all(put("item", item) for item in items):
@@ -278,8 +273,10 @@ def make_ahead(items: Iterable, ready: queue.Queue, stopped: threading.Event) ->
         put("end", error)
 
 
-def stop_and_join(thread: threading.Thread, stopped: threading.Event) -> None:
+def stop_and_join(thread: threading.Thread, stopped: threading.Event, ready: queue.Queue) -> None:
     stopped.set()
+    with suppress(queue.Empty):
+        ready.get_nowait()
     if thread is not threading.current_thread():
         thread.join(10)  # a thread inside PyTorch while the interpreter ends would abort the process
 

@@ -13,7 +13,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
-LIBRARIES = {Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")}
+STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
+LIBRARIES = tuple(f"{path}{os.sep}" for path in (*STANDARD, *map(os.path.realpath, STANDARD)))
 
 
 class Sources:
@@ -105,11 +106,11 @@ class Sources:
             raise ValueError(f"{path}, byte {error.start}: is not UTF-8: save it as UTF-8") from None
 
     def _ours(self, file: str) -> Path | None:
-        if not file.endswith(".py") or INSTALLED.search(file):  # nearly all
+        if not file.endswith(".py") or INSTALLED.search(file) or file.startswith(LIBRARIES):  # nearly all
             return None
         for path in places(file):  # a link that lies beside the script counts, wherever its end
             beside = path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent)
-            installed = INSTALLED.search(f"{path}") or any(path.is_relative_to(x) for x in LIBRARIES)
+            installed = INSTALLED.search(f"{path}") or f"{path}".startswith(LIBRARIES)
             if beside and not installed and (path in self.contents or path.is_file()):
                 return path
         return None
