@@ -96,6 +96,17 @@ class TailAverages:
             names = self.tails.setdefault(label, {})
             names[f"average_{len(names) + 1}"] = tail
 
+    def contradictions(self, states: dict[str, Any], weights: dict[str, Tensor], step: int) -> list[str]:
+        """Averages, by label as in optimizer.state, that are still 0 at the start of `step` though they must have begun: of a
+        run whose table had a shorter window. What they then took in would be mixed with zeros."""
+        begun = lambda tail: any(tail.keep(before, self.total) is not None for before in range(step))
+        late = [
+            f"{label}.{name}"
+            for label, tails in self.tails.items() for name, tail in tails.items()
+            if begun(tail) and weights[label].any() and not states[label][name].any()
+        ]  # fmt: skip
+        return [f"{name} is 0, must have begun before step {step}: TAIL_TABLE had another window" for name in late]
+
     @torch.no_grad()
     def after_step(self, step: int) -> str:
         """Take in the weights after `step`, where that is due. After the last one, end on the averages, and say so."""

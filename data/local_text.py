@@ -48,6 +48,7 @@ PROGRAM = (Path(__file__), Path(__file__).with_name("encodings.py"))  # what tur
 
 def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[str, Path], list[str]]:
     """The files to read, by their name relative to `source`, in order of that name, and the folders that cannot be read.
+    A file is taken once, whatever links lead to it.
 
     suffixes: take only files that end in one of them; empty takes all
     output: a folder to pass by, in case the shards are made inside of `source`. Raises DataError if there are no files.
@@ -58,7 +59,7 @@ def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[st
         raise DataError(f"{source}: no such file or folder; --input names the text to read")
     if source.resolve() == output.resolve():
         raise DataError(f"{output} is the --input too: its shards would be text of the next run; choose another --output")
-    files, unreadable, seen = {}, [], {identity(source)}
+    files, links, unreadable, seen = {}, [], [], {identity(source)}
     note = lambda error: unreadable.append(f"{error.filename}")
     for folder, folders, names in os.walk(source, onerror=note, followlinks=True):
         here = Path(folder)
@@ -67,9 +68,17 @@ def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[st
             for name in names:
                 path = here / name
                 if name.endswith(tuple(suffixes) or "") and path.is_file():  # a pipe or a dead link is none
-                    files[path.relative_to(source).as_posix()] = path
+                    if path.is_symlink():
+                        links.append(path)
+                    else:
+                        files[path.relative_to(source).as_posix()] = path
         except PermissionError:  # it lists its files, and no more
             unreadable.append(folder)
+    taken = {path.resolve() for path in files.values()} if links else set()
+    for path in sorted(links):
+        if (place := path.resolve()) not in taken:
+            taken.add(place)
+            files[path.relative_to(source).as_posix()] = path
     if not files:
         lost = f"; {complaint(unreadable)}" if unreadable else ""
         raise DataError(f"{source}: no files" + (f" that end in {' or '.join(suffixes)}" if suffixes else "") + lost)

@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import sys
+import zlib
 from pathlib import Path
 
 import numpy
@@ -25,7 +26,8 @@ def machine_facts(device: torch.device, world_size: int) -> list[str]:
     cpus, triton = Path("/proc/cpuinfo"), sys.modules.get("triton")
     name = re.search(r"^model name\s*: (.+)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
     cpu = name[1] if name else platform.processor() or "unknown"
-    devices = [f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"]
+    host = f"host: {zlib.crc32(platform.node().encode()):08x}, a CRC-32 of its name"  # GPUs have ids
+    devices = [host, f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"]
     if device.type == "cuda":
         devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]
     versions = f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__ if triton else 'none'}"

@@ -290,7 +290,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     if hasattr(script, "SOURCES"):
         script.SOURCES.imported()  # that a log can hold them
         drop_stale_caches(getattr(script.SOURCES, "contents", ()))
-    if not is_given("data", options):
+    if not is_given("data", options) and not (s.resume and is_made(s.data)):
         make_data(MAKERS.get(s.data), options)
     options = options + project_paths(s, options)
     begun = time.monotonic()
@@ -333,6 +333,12 @@ def usual_ranks(gpus: int, micro_batches: int) -> int:
 
 def is_given(name: str, options: list[str]) -> bool:
     return any(option == f"--{name}" or option.startswith(f"--{name}=") for option in options)
+
+
+def is_made(data: str) -> bool:
+    """Are there shards, made of text that may have changed since? A run that goes on wants those that it began with."""
+    kinds = ("_train_", "_val_")
+    return data == "data/local" and all(any((ROOT / data).glob(f"*{kind}*.bin")) for kind in kinds)
 
 
 def make_data(tool: str | None, options: list[str]) -> None:
@@ -593,6 +599,7 @@ def rank_environment(rank: int, count: int, port: int, interfaces: Callable = so
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     ours = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "BANKRUN_LAUNCHER": os.getpid()}
+    ours |= {"PYTHONSAFEPATH": ""}  # which would keep a rank from what lies beside its script
     path = os.pathsep.join(filter(None, [f"{ROOT}", os.environ.get("PYTHONPATH")]))  # for a script elsewhere
     return chosen | {name: f"{value}" for name, value in {**ranks, **place, **ours}.items()} | {"PYTHONPATH": path}
 

@@ -1,8 +1,10 @@
 """Runs of one kind: which logs an argument names, which are averaged, which are set aside and why."""
 
 import glob
+import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def find_logs(argument: str) -> list[Path]:
     """The logs that an argument names, sorted. Raises InputError if there is none."""
     path = Path(argument)
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".log") and file.name != "requirements.txt")
+        found = sorted(x for x in files_below(path) if x.suffix in (".txt", ".log") and x.name != "requirements.txt")
         if not found:
             raise InputError(f"{argument}: no *.txt or *.log in this folder")
         return found
@@ -55,6 +57,20 @@ def find_logs(argument: str) -> list[Path]:
     if not found:
         raise InputError(f"{argument}: no such log or folder, and nothing matches it as a glob")
     return [log for match in found for log in (find_logs(str(match)) if match.is_dir() else [match])]
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All that are no folders, also below links to folders; each folder once. Raises InputError for one that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    seen = {folder.resolve()}
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        yield from (Path(place, name) for name in names)
+        real = {name: Path(place, name).resolve() for name in sorted(folders)}
+        folders[:] = [name for name in real if real[name] not in seen]
+        seen |= {*real.values()}
 
 
 def short_names(arguments: list[str]) -> list[str]:

@@ -481,7 +481,7 @@ SMI_ROW = re.compile(
 )
 MADE_WITH = ("PyTorch", "CUDA", "Triton", "attention", "ranks", "GPUs")  # of RunLog.facts
 MACHINE = (
-    ("host", r"(?im)^host(?:name)?\s*[:=]\s*(\S+)"),
+    ("host", r"(?im)^host(?:name)?\s*[:=]\s*([^\s,]+)"),
     ("driver", r"\bDriver Version: (\S+)"),
     ("kernel", r"(?m)^(\S+), \d+ ranks$"),
     ("CPU", r"(?m)^cpu: (.+ cores(?:, \d+ threads a rank)?)"),

@@ -4,7 +4,7 @@ A manager's state is a nest of dicts in three parts: "same", what every rank hol
 rank holds its own; "partial", by label, tensors whose sum over the ranks counts (pending gradients). In a file the shards are
 put together, and the partial sums kept apart, so that the same number of ranks goes on with the same bits. The manager gives
 state_dict(), load_state_dict(state), layout(step): shapes and dtypes of the whole model's state at the start of a step,
-own_rows: slices by label, and contradictions(state, step): what cannot be, a sentence each.
+own_rows: slices by label, batch_tokens(step), and contradictions(state, step): what cannot be, a sentence each.
 """
 
 import contextlib
@@ -207,23 +207,23 @@ def check_fits(path: Path, saved: dict[str, Any], settings: dict[str, Any], shar
 def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) -> None:
     """Raise CheckpointError unless the checkpoint is complete, consistent and of a model like the manager's."""
     texts, nests = {"header": "", "lines": ""}, {"hyperparameters": {}, "sources": {}, "shards": {}, "state": {}}
-    there = {name: {} for name in nests if isinstance(saved.get(name), dict)}
-    faults = differences({**saved, **there}, {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests})
-    if not faults and not 0 <= saved["step"] <= total:
-        faults = [f"step is {saved['step']}, must be 0 to {total}"]
+    there = {"tokens": 0} | {name: {} for name in nests if isinstance(saved.get(name), dict)}  # older ones lack the tokens
+    faults = differences({**saved, **there}, {"step": 0, "tokens": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests})
+    faults = faults or [f"step is {saved['step']}, must be 0 to {total}"] * (not 0 <= saved["step"] <= total)
     if not faults:
         step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
         faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]
         ranks, layout = range(len(parts) if isinstance(parts, dict) and parts else 1), manager.layout(step)
         faults += differences(state, {**layout, "partial": dict.fromkeys(ranks, layout["partial"])}, "state.")
     if not faults:
+        had = saved.get("tokens", here := sum(map(manager.batch_tokens, range(step))))
         rules = (
+            (had == here, f"its {step} steps took {had!r:.30} tokens, here they take {here}: the data would go on elsewhere"),
             (0 <= saved["seconds"] < math.inf, f"seconds is {saved['seconds']}, must be 0 or more and finite"),
             (is_plain_name(saved["run_id"]), f"run_id is {saved['run_id']!r}, must be a file's name"),
             (f"\n{RULE}\n" in saved["log"]["header"], "log.header has no line of 100 = that ends the sources"),
         )
-        faults = [fault for holds, fault in rules if not holds]
-        faults += [f"state.{fault}" for fault in manager.contradictions(state, step)]
+        faults = [fault for holds, fault in rules if not holds] + [f"state.{x}" for x in manager.contradictions(state, step)]
         faults += [f"state.{name} is not finite" for name in non_finite_tensors(state)]
     raise_if(path, faults)
 

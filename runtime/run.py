@@ -187,7 +187,7 @@ class Run:
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
             settings, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
             saved = {"step": step, "seconds": self.clock.before, "run_id": settings.run_id, "log": log, "shards": self.shards}
-            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.logged}
+            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.logged, "tokens": self.tokens_done}
             try:
                 checkpoints.write_checkpoint(path, {**saved, "state": state}, settings.keep_checkpoints)
                 self.unsaved = ""
@@ -242,15 +242,15 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
             manager = script.build(s, Ranks(0, world_size, place))
     finally:
         dist.destroy_process_group()
-    run_id, path = s.run_id, None
+    run_id, path, first, last, gap = s.run_id, None, 0, s.total_iterations, s.save_every or s.total_iterations
     if s.resume:
         path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)
         checkpoints.check_recipe(path, saved, manager.own_rows)
         checkpoints.check_fits(path, saved, dataclasses.asdict(settings), data.shards)
-        checkpoints.check_usable(path, saved, manager, s.total_iterations)
-        run_id = run_id or saved["run_id"]
+        checkpoints.check_usable(path, saved, manager, last)
+        run_id, first = run_id or saved["run_id"], saved["step"]
     if run_id:
         check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s)
     folder, state, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0), manager.layout(1)
-    checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, s.total_iterations)
+    checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, -(-last // gap) - first // gap)
     return sum(x.nbytes for y in (state, state["same"]["parameters"]) for _, x in checkpoints.leaves(y) if torch.is_tensor(x))

@@ -33,6 +33,8 @@ def test_every_change_has_tests_and_its_file_a_name_here():
     assert {path_of(tests).partition("::")[0] for mutant in MUTANTS for tests in mutant.tests.split()} <= {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")
     }
+    for path, _, name in {path_of(tests).partition("::") for mutant in MUTANTS for tests in mutant.tests.split()}:
+        assert f"def {name}" in (ROOT / path).read_text(), name
     of_folders = {mutant.file.rpartition("/")[0] for mutant in MUTANTS}
     assert of_folders == {"", "data", "launch", "records", "runtime"}
 

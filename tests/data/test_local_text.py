@@ -306,6 +306,18 @@ def test_a_file_that_fails_for_another_reason_ends_it(tmp_path: Path, library: P
     assert not [*(tmp_path / "out").glob("*.bin")]
 
 
+def test_a_file_is_taken_once_whatever_links_lead_to_it(tmp_path: Path, library: Path) -> None:
+    """As latest.txt beside the file that it means; of one elsewhere the first link."""
+    before, _ = local_text.find_files(library, [".py"], tmp_path / "out")
+    name, path = next(iter(before.items()))
+    (library / "a latest.py").symlink_to(path)
+    (tmp_path / "book.py").write_text("x = 1\n")
+    for link in ("linked again.py", "linked.py"):
+        (library / link).symlink_to(tmp_path / "book.py")
+    now, _ = local_text.find_files(library, [".py"], tmp_path / "out")
+    assert now.keys() - before.keys() == {"linked again.py"} and name in now
+
+
 def test_links_to_folders_are_followed_once(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "book.md").write_text("A text that only a link leads to.\n")

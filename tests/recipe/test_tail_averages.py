@@ -395,7 +395,7 @@ def test_two_ranks_resume_to_the_same_bits(run_ranks, shards, tmp_path, wide_tai
 
 
 def test_the_final_validation_sees_the_averages_and_the_clock_their_making(shards, tmp_path, monkeypatch, wide_tails) -> None:
-    seen, validate, end = {}, train_gpt.validate, TailAverages._end
+    seen, ends, validate, end = {}, [], train_gpt.validate, TailAverages._end
 
     def validate_seen(step, manager, run):
         seen[step] = manager.state_dict()["same"]["parameters"]
@@ -403,17 +403,31 @@ def test_the_final_validation_sees_the_averages_and_the_clock_their_making(shard
 
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
     monkeypatch.setattr(train_gpt, "validate", validate_seen)
-    monkeypatch.setattr(TailAverages, "_end", lambda *args: (time.sleep(0.1), end(*args))[1])
+    monkeypatch.setattr(TailAverages, "_end", lambda *args: (ends.append(time.sleep(0.1)), end(*args))[1])
     main(options(shards, tmp_path, save_every=STEPS, tail_averages=True))
     saved = read_checkpoint(tmp_path / "logs" / "run" / END)
     assert unequal(seen[STEPS], saved["state"]["same"]["parameters"]) == [] and [*seen] == [0, 4, STEPS]
-    assert saved["seconds"] > 0.1 * len({tail.label for tail in TAIL_TABLE})
     log = (tmp_path / "logs" / "run.txt").read_text()
     times = {
         step: int(ms) for step, ms in re.findall(r"^(step:\d+/\d+) (?:val_loss:\S+ )?train_time:(\d+)ms", log, re.MULTILINE)
     }
     assert times[f"step:{STEPS}/{STEPS}"] == pytest.approx(1000 * saved["seconds"], abs=1)
-    assert times[f"step:{STEPS}/{STEPS}"] - times[f"step:{STEPS - 1}/{STEPS}"] > 100 * 7
+    assert ends and times[f"step:{STEPS}/{STEPS}"] - times[f"step:{STEPS - 1}/{STEPS}"] > 100 * len(ends)
+
+
+def test_a_checkpoint_from_before_a_longer_window_is_refused(shards, tmp_path, monkeypatch, capsys, wide_tails) -> None:
+    """Its averages are 0 and would be taken for begun ones; from before both windows it goes on."""
+    short = (Tail("lm_head", 0.3, 0.1, 2, keep_norm=False),)
+    monkeypatch.setattr(train_gpt, "TAIL_TABLE", short)
+    more = dict(**BF16, val_every=0, tail_averages=True)
+    main(options(shards, tmp_path, **more, save_every=2, keep_checkpoints=9))
+    monkeypatch.setattr(train_gpt, "TAIL_TABLE", (short[0]._replace(window=0.6),))
+    saved = tmp_path / "logs" / "run"
+    at = lambda step: options(shards, tmp_path, **more, run_id=f"from{step}", resume=saved / f"step_{step:06d}.pt")
+    message = r"step_000004.pt cannot be resumed: state.lm_head.average_1 is 0, must have begun before step 4: TAIL_TABLE had"
+    ends_with(capsys, at(4), message, 1)
+    main(at(2))
+    assert "tail averages: lm_head of 3 steps' weights" in (tmp_path / "logs" / "from2.txt").read_text()
 
 
 def test_a_checkpoint_of_other_tails_is_refused(logs, shards, tmp_path, monkeypatch, capsys) -> None:

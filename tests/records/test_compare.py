@@ -115,6 +115,30 @@ def test_a_folder_within_another_and_a_folder_of_both(tmp_path, capsys):
     compare.main([str(logs), "--any-source"])
 
 
+def test_a_link_to_a_folder_is_followed_once(tmp_path):
+    for name in ("idea", "more"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").touch()
+    (tmp_path / "idea" / "more").symlink_to("../more")
+    (tmp_path / "more" / "back").symlink_to("../idea")
+    assert groups.find_logs(f"{tmp_path / 'idea'}") == [tmp_path / "idea" / "idea.txt", tmp_path / "idea" / "more" / "more.txt"]
+    assert [log.name for log in groups.find_logs(f"{tmp_path}")] == ["idea.txt", "more.txt"]
+
+
+def test_a_folder_of_logs_that_cannot_be_read_is_no_empty_one(tmp_path, monkeypatch):
+    (tmp_path / "idea" / "more").mkdir(parents=True)
+    scandir = os.scandir
+
+    def refusing(path):
+        if f"{path}".endswith("more"):
+            raise PermissionError(13, "Permission denied", f"{path}")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(groups.InputError, match="idea/more: cannot be read: Permission denied"):
+        groups.find_logs(f"{tmp_path / 'idea'}")
+
+
 def test_globs_and_names_that_tell_groups_apart(tmp_path, capsys):
     for name in ("x", "y"):
         write_runs(tmp_path / name / "logs", [80, 81], [3.27, 3.28])

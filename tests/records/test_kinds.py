@@ -222,7 +222,7 @@ def test_what_the_log_tells_of_a_machine():
     own = ENVIRONMENT.replace("major=9)", "major=9, uuid=AB-1, L2_cache_size=50MB)", 1).replace(
         "run_id='a'", "run_id='20260106-070809-ab'"
     )
-    log = parse_log(make_log(environment=f"{own}\nhostname: node7"))
+    log = parse_log(make_log(environment=f"{own}\nhostname: node7, a name"))
     assert machines(log) == [
         {"host": "node7", "kernel": "Linux-6.8-x86_64", "ranks": "8", "GPUs": "NVIDIA H100 80GB HBM3, NVIDIA H100 80GB HBM3"}
     ]

@@ -21,7 +21,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import train_gpt
-from common import exit_code, forked, lines_of, normal, options, text_of, tiny_gpt, tiny_settings, unequal, wait_until
+from common import ends_with, exit_code, forked, lines_of, normal, options, text_of, tiny_gpt, tiny_settings, unequal, wait_until
 from launch.console import Stopped
 from launch.signals import Signals
 from runtime import checkpoints
@@ -162,6 +162,23 @@ def test_a_killed_run_goes_on_under_its_own_log(unbroken, shards, tmp_path, mome
     assert f"\nresumed at step {resumed} from " in log.read_text().split("=" * 100 + "\n")[1]
     names = sorted(path.name for path in (tmp_path / "logs" / "mine").iterdir())
     assert names == [f"step_{(STEPS - 1) // every * every:06d}.pt", END]
+
+
+def test_a_checkpoint_whose_steps_took_other_batches_is_refused(unbroken, shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """By changed source: documents would be trained on twice, or passed over. Later steps may take others."""
+    path = unbroken / "run" / "step_000004.pt"
+    at = lambda path, run_id: options(shards, tmp_path, **BF16, run_id=run_id, resume=path)
+    first, *rest = train_gpt.STAGES
+    monkeypatch.setattr(train_gpt, "STAGES", (first._replace(batch=first.batch // 2), *rest))
+    steps = r"its 4 steps took \d+ tokens, here they take \d+: the data would go on elsewhere"
+    ends_with(capsys, at(path, "a"), f"step_000004.pt cannot be resumed: {steps}", 1)
+    monkeypatch.setattr(train_gpt, "STAGES", (first, *rest[:-1], rest[-1]._replace(batch=rest[-1].batch // 2)))
+    main(at(path, "b"))
+    saved = read_checkpoint(path)
+    settings = Hyperparameters(**saved["hyperparameters"])
+    assert saved.pop("tokens") == sum(train_gpt.step_schedule(step, settings).batch_tokens for step in range(4))
+    write_checkpoint(tmp_path / "older" / "step_000004.pt", saved, keep=1)  # as older versions wrote them
+    main(at(tmp_path / "older" / "step_000004.pt", "c"))
 
 
 @pytest.mark.parametrize("latest", [True, False], ids=["from its own checkpoint", "from the same one again"])

@@ -1,6 +1,8 @@
 """What a log tells of the machine: variables that change what is computed, and no path."""
 
 import os
+import platform
+import re
 
 import torch
 
@@ -13,6 +15,16 @@ def test_variables_that_change_what_is_computed_are_told(monkeypatch):
     told = [line for line in machine_facts(torch.device("cpu"), 1) if line.startswith("variables: ")]
     assert len(told) == 1 and r"NCCL_ALGO='1\n2', " in told[0] and r"TORCHINDUCTOR_MAX_AUTOTUNE='1\n2'" in told[0]
     assert not any(word in told[0] for word in ("OMP", "/a/path", "SECRET"))
+
+
+def test_two_machines_of_one_cpu_are_told_apart_without_their_names(monkeypatch):
+    """As nodes of a cluster, whose times do not compare; the records' tools read it."""
+    told = []
+    for name in ("node7", "node8"):
+        monkeypatch.setattr(platform, "node", lambda name=name: name)
+        told.append([line for line in machine_facts(torch.device("cpu"), 1) if "node" in line or line.startswith("host: ")])
+    assert [re.fullmatch(r"host: ([0-9a-f]{8}), a CRC-32 of its name", *lines) is not None for lines in told] == [True, True]
+    assert told[0] != told[1]
 
 
 def test_without_them_there_is_no_such_line(monkeypatch):
