@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import numpy as np
@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from bench.kernel_checks import normal
+from launch import start as launcher
 from sample import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,20 +167,6 @@ def tiny_settings(shards: Path, folder: Path, **more: Any) -> Any:
     return train_gpt.Hyperparameters(**{name: value for name, value in chosen.items() if name != "preset"})
 
 
-def launch(
-    arguments: list[str], ranks: int = 2, script: Path = SCRIPT, timeout: float = 120
-) -> subprocess.CompletedProcess[str]:
-    """A run under torchrun, to its end."""
-    command, environment = torchrun(ranks, script)
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout, env=environment)
-
-
-def torchrun(ranks: int, script: Path = SCRIPT) -> tuple[list[str], dict[str, str]]:
-    """The command that starts a script on so many ranks, and its environment."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"{script}"]
-    return command, {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 def ends_with(capsys: pytest.CaptureFixture, arguments: list[str], message: str, code: int) -> None:
     """main(arguments) exits with this code, and a message on stderr that matches, and no traceback."""
     with pytest.raises(SystemExit) as exit_:
@@ -213,17 +200,91 @@ def copy_project(root: Path) -> Path:
 # Processes
 
 
-def forked(work: Callable[[], None], output: Path, errors: Path | None = None) -> int:
-    """The id of a child process that does `work`, its output in a file, what goes to stderr in another one if that is given; it
-    ends as an interpreter would on a SystemExit, else with 0."""
-    if child := os.fork():
-        return child
+class Forked:
+    """A subprocess.Popen of `python [-u] script arguments`, of `python -c source` or of a function, without the seconds that
+    imports take: a fork of this process, with the signals, files and environment that a new program would have. The modules
+    that are imported here are so there."""
+
+    def __init__(
+        self,
+        args: list[str] | Callable[[], object],
+        *,
+        env: dict[str, str] | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        start_new_session: bool = False,
+    ):
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                if start_new_session:
+                    os.setsid()
+                become_new(stdout, stderr, env)
+                work_and_end(args if callable(args) else lambda: run_python([*args[1:]]), 1)
+            finally:
+                os._exit(99)
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; none while it runs."""
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def wait(self, timeout: float = 60) -> int:
+        """The same, once it has ended; one that takes longer is killed, and the test fails."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"a process did not end within {timeout} s")
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def become_new(stdout: Any, stderr: Any, env: dict[str, str] | None) -> None:
+    """What the kernel and Python do at the start of a program, in a child of this process. Files as subprocess takes them."""
+    for number, given in ((1, stdout), (2, stderr)):
+        if given is not None:
+            file = os.open(os.devnull, os.O_WRONLY) if given == subprocess.DEVNULL else given
+            os.dup2(file if isinstance(file, int) else file.fileno(), number)
+    os.closerange(3, 256)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, errors="backslashreplace", closefd=False) for number in (1, 2))
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if env is not None:
+        os.environ.clear()
+        os.environ.update(env)
+    torch.set_num_threads(1)
+
+
+def run_python(arguments: list[str]) -> None:
+    """What `python arguments` does."""
+    arguments = arguments[1:] if arguments[0] == "-u" else arguments
+    sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, f"{Path(arguments[0]).parent}")
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def work_and_end(work: Callable[[], object], after_traceback: int) -> NoReturn:
+    """End this process as an interpreter would: with a SystemExit's code, this one after a traceback, else with 0."""
     code = 0
     try:
-        for number, path in ((1, output), (2, errors or output)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        torch.set_num_threads(1)
         work()
     except SystemExit as exit_:
         code = exit_.code or 0
@@ -232,10 +293,50 @@ def forked(work: Callable[[], None], output: Path, errors: Path | None = None) -
             code = 1
     except BaseException:
         traceback.print_exc()
-        code = 99
+        code = after_traceback
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def forked(work: Callable[[], object], output: Path, errors: Path | None = None) -> int:
+    """The id of a child process that does `work`, its output in a file, what goes to stderr in another one if that is given;
+    its code is 99 after a traceback, which no test expects."""
+    if child := os.fork():
+        return child
+    try:
+        for number, path in ((1, output), (2, errors or output)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        torch.set_num_threads(1)
+        work_and_end(work, 99)
+    finally:
+        os._exit(99)
+
+
+def started(arguments: list[str], ranks: int = 2, **how: Any) -> Forked:
+    """What ./run.sh ends in, launch/start.py, of the tested script on so many ranks, its processes Forked.
+    how: as subprocess takes it."""
+
+    def start() -> None:
+        with patch.object(launcher, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked})):
+            launcher.main([f"{SCRIPT}", *arguments])
+
+    return Forked(start, env={**os.environ, "RANKS": f"{ranks}"}, **how)
+
+
+def torchrun(arguments: list[str], ranks: int = 2, script: Path = SCRIPT, **how: Any) -> Forked:
+    """torchrun, of a script on so many ranks, its processes Forked."""
+
+    def start() -> None:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        sys.argv = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", f"{script}", *arguments]
+        with patch.object(subprocess_handler, "Popen", Forked):
+            runpy.run_module("torch.distributed.run", run_name="__main__")
+
+    return Forked(start, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how)
 
 
 def run_script(script: Path, *arguments: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
@@ -243,15 +344,17 @@ def run_script(script: Path, *arguments: str, seconds: float = 100) -> subproces
 
     def work() -> None:
         sys.argv = [f"{script}", *arguments]
-        try:
-            runpy.run_path(f"{script}", run_name="__main__")
-        finally:
-            sys.stdout.flush()
+        runpy.run_path(f"{script}", run_name="__main__")
 
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "stdout"), Path(folder, "stderr")
         code = exit_code(forked(work, output, errors), seconds)
         return subprocess.CompletedProcess([script, *arguments], code, output.read_text(), errors.read_text())
+
+
+def children(process: int) -> list[int]:
+    """The ids of the processes that it has started, in that order: a launcher's ranks."""
+    return [int(child) for child in text_of(Path(f"/proc/{process}/task/{process}/children")).split()]
 
 
 def exit_code(child: int, seconds: float = 60) -> int:
@@ -289,7 +392,7 @@ def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, tim
     traceback, as soon as one rank fails, and TimeoutError after `timeout` seconds; no process outlives the call.
     """
     context = mp.get_context("forkserver")  # a clean process, which has imported all that ranks need
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "common"])
+    context.set_forkserver_preload(["rank_imports"])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):  # it has no sys.path of ours
         forkserver.ensure_running()
     processes = [

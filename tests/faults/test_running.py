@@ -27,7 +27,8 @@ import torch
 import sample
 import train_gpt
 from common import (
-    ROOT, SCRIPT, ends_with, exit_code, forked, lines_of, options, text_of, tiny_settings, torchrun, unequal, wait_until,
+    ROOT, SCRIPT, children, ends_with, exit_code, forked, lines_of, options, started, text_of, tiny_settings, torchrun, unequal,
+    wait_until,
 )  # fmt: skip
 from data import loader
 from data.loader import FetchedAhead
@@ -35,7 +36,7 @@ from data.shards import DataError, lock_run, read_shard, write_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Log
 from launch.console import AgreedError, console
-from launch.signals import FAULT, LAUNCHER, Signals
+from launch.signals import FAULT, LAUNCHER, SIGNALS, Signals
 from launch.sources import check_unused
 from runtime.ranks import Ranks
 from runtime.run import Run
@@ -67,11 +68,11 @@ def is_whole(log: Path) -> bool:
 # -----------------------------------------------------------------------------
 # The console
 
-CONSOLES = {  # what a shell does with a command's console, of one rank or two; what is told
-    "head -1": ("{ two; echo $? >code; } | head -1", ""),
-    "full": ("one >/dev/full 2>/dev/full; echo $? >code", ""),
-    "full stdout": ("one >/dev/full; echo $? >code", ": stdout cannot be written and is given up: .*No space left on device"),
-    "closed": ("one <&- >&- 2>&-; echo $? >code", ""),
+CONSOLES = {  # what a shell does with the console of a launcher and its rank, or of a rank alone; what is told
+    "head -1": ("{ run; echo $? >code; } | head -1", ""),
+    "full": ("rank >/dev/full 2>/dev/full; echo $? >code", ""),
+    "full stdout": ("rank >/dev/full; echo $? >code", ": stdout cannot be written and is given up: .*No space left on device"),
+    "closed": ("rank <&- >&- 2>&-; echo $? >code", ""),
 }
 
 
@@ -81,13 +82,12 @@ def without_console(shards, tmp_path_factory):
     folders, shells = {}, []
     for case, (line, _) in CONSOLES.items():
         folders[case] = tmp_path_factory.mktemp("console")
-        (command, environment), arguments = torchrun(2), options(shards, folders[case])
-        programs = f'one() {{ {sys.executable} {SCRIPT} "$@"; }}; two() {{ {" ".join(command)} "$@"; }}; '
-        line = line.replace("one", 'one "$@"').replace("two", 'two "$@"')
+        line = line.replace("rank", f'{sys.executable} {SCRIPT} "$@"')
+        line = line.replace("run", f'RANKS=1 {sys.executable} {ROOT}/launch/start.py {SCRIPT} "$@"')
         with open(folders[case] / "told", "w") as told:
-            shell = ["bash", "-c", programs + line, "bash", *arguments]
+            shell = ["bash", "-c", line, "bash", *options(shards, folders[case])]
             pinned = lambda core=CORES[len(shells) % len(CORES)]: os.sched_setaffinity(0, {core})  # so that one thread trains
-            how = dict(cwd=folders[case], env=environment, stdout=told, stderr=told, preexec_fn=pinned)
+            how = dict(cwd=folders[case], stdout=told, stderr=told, preexec_fn=pinned)
             shells.append(subprocess.Popen(shell, **how))
     for shell in shells:
         shell.wait(200)
@@ -136,9 +136,7 @@ def test_a_console_that_stops_does_not_stop_a_run_and_says_what_it_lacks(stopped
 def test_a_signal_ends_a_run_whose_console_has_stopped(shards, tmp_path, stopped):
     """Launcher and ranks: what they tell is lost, and keeps none of them."""
     reader, writer = stopped
-    arguments = options(shards, tmp_path, **LONG)
-    command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *arguments]
-    run = subprocess.Popen(command, stdout=writer, stderr=writer, env={**os.environ, "RANKS": "2"})
+    run = started(options(shards, tmp_path, **LONG), stdout=writer, stderr=writer)
     os.set_blocking(writer, False)
     wait_until(lambda: "\nstep:2/" in text_of(tmp_path / "logs" / "run.txt"))
     with contextlib.suppress(BlockingIOError):
@@ -154,30 +152,23 @@ def test_a_signal_ends_a_run_whose_console_has_stopped(shards, tmp_path, stopped
 @pytest.mark.parametrize("ranks_first", [True, False])
 def test_one_signal_to_the_launcher_and_its_ranks_saves(shards, tmp_path, ranks_first):
     """From a service manager, a scheduler or a container: the launcher hands its own on to ranks that have heard it."""
-    arguments = options(shards, tmp_path, **LONG | dict(save_every=999))
-    command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *arguments]
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "RANKS": "2"})
+    run = started(options(shards, tmp_path, **LONG | dict(save_every=999)), stdout=subprocess.DEVNULL)
     wait_until(lambda: "\nstep:2/" in text_of(tmp_path / "logs" / "run.txt"))
-    children = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
-    for pid in (*children, run.pid) if ranks_first else (run.pid, *children):
+    ranks = children(run.pid)
+    for pid in (*ranks, run.pid) if ranks_first else (run.pid, *ranks):
         os.kill(pid, signal.SIGTERM)
-    assert run.wait(60) == 143 and len(children) == 2
+    assert run.wait(60) == 143 and len(ranks) == 2
     last = text_of(tmp_path / "logs" / "run.txt").splitlines()[-1]
     assert re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint \S+", last), last
 
 
 def test_a_signal_waits_for_a_checkpoint_however_slow_the_disk(shards, tmp_path, monkeypatch):
     """Here 3 s where ranks wait 1 s for the end of a step: some GiB on a disk of a laptop take minutes."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys, time\nsys.path.insert(0, %r)\nif 'RANK' in os.environ:\n    import launch.signals\n"
-        "    launch.signals.STOP_TIMEOUT, fsync = 1.0, os.fsync\n"
-        "    os.fsync = lambda number: ('.pt' in os.readlink(f'/proc/self/fd/{number}') and time.sleep(3), fsync(number))\n"
-        % f"{ROOT}"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
-    arguments = options(shards, tmp_path, **LONG | dict(save_every=999))
-    command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *arguments]
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "RANKS": "2"})
+    fsync = os.fsync
+    slow = lambda number: (".pt" in os.readlink(f"/proc/self/fd/{number}") and time.sleep(3), fsync(number))
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr("launch.signals.STOP_TIMEOUT", 1.0)
+    run = started(options(shards, tmp_path, **LONG | dict(save_every=999)), stdout=subprocess.DEVNULL)
     log = tmp_path / "logs" / "run.txt"
     wait_until(lambda: "\nstep:2/" in text_of(log))
     run.send_signal(signal.SIGTERM)
@@ -220,8 +211,12 @@ def test_the_id_of_another_launcher_in_the_environment_means_nothing(monkeypatch
     with Signals() as signals:
         assert (signals.launched, signals.launcher) == (False, None)
     monkeypatch.setenv(LAUNCHER, f"{os.getppid()}")
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     with Signals() as signals:
         assert (signals.launched, signals.launcher) == (True, os.getppid())
+    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}  # a rank that is through, and about to leave
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("launched", [True, False])
@@ -263,12 +258,11 @@ def has_ended(process: int) -> bool:
 
 def test_the_ranks_of_a_killed_launcher_save_and_end(shards, tmp_path):
     """kill -9 of torchrun in a run on two ranks, which then goes on under its own log."""
-    command, environment = torchrun(2)
     arguments, log = options(shards, tmp_path, **LONG), tmp_path / "logs/run.txt"
     with open(tmp_path / "output", "w") as output:
-        launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, env=environment)
+        launcher = torchrun(arguments, stdout=output, stderr=output)
     wait_until(lambda: "\nstep:3/" in text_of(log) or launcher.poll() is not None, 100)
-    ranks = [int(child) for child in text_of(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")).split()]
+    ranks = children(launcher.pid)
     launcher.kill()
     launcher.wait()
     assert len(ranks) == 2
@@ -603,7 +597,7 @@ def test_what_aborts_an_ending_interpreter_ends_no_finished_run(shards, tmp_path
         f"    atexit.register(lambda: open({f'{tmp_path}/called'!r}, 'w').close())\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
-    monkeypatch.setenv("RANKS", "2")
+    monkeypatch.setenv("RANKS", "1")
     command = [sys.executable, f"{ROOT / 'launch' / 'start.py'}", f"{SCRIPT}", *options(shards, tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "") and is_whole(tmp_path / "logs" / "run.txt"), run.stderr

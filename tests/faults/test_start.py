@@ -22,7 +22,9 @@ import pytest
 import torch
 
 import train_gpt
-from common import HAS_TRITON, ROOT, SCRIPT, copy_project, exit_code, forked, options, text_of, wait_until
+from common import (
+    HAS_TRITON, ROOT, SCRIPT, Forked, children, copy_project, exit_code, forked, options, started, text_of, wait_until,
+)  # fmt: skip
 from launch import environment
 from launch import start as launcher
 from launch.start import Ranks
@@ -201,6 +203,23 @@ def test_too_little_room_is_told_before_the_ranks_start(start, shards, tmp_path,
     assert (code, started) == (1, ()) and re.search(r"checkpoints need [\d,]+ bytes, 1,000,000 are free: make room", lines[-1])
 
 
+SAVES = [(0, 0, 0), (1, 0, 8), (3, 0, 3), (4, 0, 2), (99, 0, 1), (3, 3, 2), (3, 6, 1)]  # save_every, step resumed, checkpoints
+
+
+@pytest.mark.parametrize("save_every, resumed, saves", SAVES)
+def test_room_is_wanted_for_what_will_be_saved(start, shards, tmp_path, monkeypatch, no_warm_up, save_every, resumed, saves):
+    """The same before the ranks start and by them."""
+    if resumed:
+        train_gpt.main(options(shards, tmp_path, save_every=3, keep_checkpoints=9))
+    resume = {"resume": tmp_path / "logs" / "run" / f"step_{resumed:06d}.pt"} if resumed else {}
+    arguments, asked = options(shards, tmp_path, save_every=save_every, **resume), []
+    monkeypatch.setattr(checkpoints, "check_room", lambda _, layout, ranks, keep, saves: asked.append(bool(layout) * saves))
+    code, lines, _ = start(*arguments)
+    assert code == 0, lines
+    train_gpt.main(arguments)
+    assert asked == [saves] * (1 + bool(save_every))
+
+
 def test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ranks(tmp_path, monkeypatch):
     free = 3 * (400 + (1 << 20))  # two that are kept, one in the making
     layout, usage = {"state": torch.zeros(60), "partial": {"a": torch.zeros(20)}}, shutil._ntuple_diskusage  # 2 ranks
@@ -302,6 +321,22 @@ def test_a_console_that_cannot_be_written_keeps_no_rank_from_starting(start, sha
 
 # -----------------------------------------------------------------------------
 # Scripts and paths
+
+
+def test_a_run_that_goes_on_keeps_the_data_that_it_began_with(start, shards, tmp_path, monkeypatch):
+    """The tool would replace them where the text has changed meanwhile, as that of a newer Python."""
+    tool, data = tmp_path / "tool.py", tmp_path / "data" / "local"
+    tool.write_text(f"open({f'{tmp_path}/asked'!r}, 'w')")
+    shutil.copytree(shards, data)
+    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    monkeypatch.setattr(launcher, "MAKERS", {"data/local": f"{tool}"})
+    monkeypatch.setattr(launcher, "find_script", lambda given: (SCRIPT, given))
+    more = [option for option in options(shards, tmp_path) if not option.startswith("--data")]
+    code, lines, _ = start(*more, "--resume=/nowhere.pt")
+    assert code == 1 and "/nowhere.pt: cannot be read" in lines[-1] and not (tmp_path / "asked").exists()
+    next(data.glob("*_val_*")).unlink()
+    start(*more, "--resume=/nowhere.pt")
+    assert (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -766,7 +801,10 @@ def ranks(monkeypatch, capfd):
 
     def run(source: str, count: int = 2) -> tuple[int, str]:
         program = f"import os, signal, sys, time\nsys.path.insert(0, {f'{ROOT}'!r})\nrank = int(os.environ['RANK'])\n{source}"
-        code = Ranks(count, [PYTHON, "-c", program], "idea.py").wait()
+        with monkeypatch.context() as patch:
+            if "launch.signals" in program or "Signals" in program:  # which imports PyTorch
+                patch.setattr(launcher, "subprocess", types.SimpleNamespace(Popen=Forked))
+            code = Ranks(count, [PYTHON, "-c", program], "idea.py").wait()
         return code, capfd.readouterr().err
 
     monkeypatch.setattr(launcher, "loopback_store", lambda: (None, 1))
@@ -933,6 +971,15 @@ def test_the_environment_of_a_rank_is_torchruns(monkeypatch):
     assert "GLOO_SOCKET_IFNAME" not in launcher.rank_environment(0, 1, 1, interfaces=lambda: [(1, "eth0")])
 
 
+def test_a_rank_finds_the_modules_beside_its_script_first(tmp_path, monkeypatch):
+    """As the check of its start has."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    (tmp_path / "idea.py").write_text("import attention\nprint(attention.__file__)")
+    (tmp_path / "attention.py").write_text("")
+    environment = {**os.environ, **launcher.rank_environment(0, 1, 1)}
+    assert subprocess.check_output([PYTHON, tmp_path / "idea.py"], env=environment, text=True) == f"{tmp_path}/attention.py\n"
+
+
 # -----------------------------------------------------------------------------
 # A real run
 
@@ -948,10 +995,10 @@ def test_a_run_listens_on_the_loopback_alone_and_a_killed_rank_is_one_line(shard
     arguments = options(shards, tmp_path, num_scheduled_iterations=200, val_every=0)
     log, output = tmp_path / "logs" / "run.txt", tmp_path / "output"
     with open(output, "w") as file:
-        launcher = subprocess.Popen([PYTHON, f"{ROOT / 'launch/start.py'}", f"{SCRIPT}", *arguments], stdout=file, stderr=file)
+        launcher = started(arguments, stdout=file, stderr=file)
     try:
         wait_until(lambda: "\nstep:3/" in text_of(log) or launcher.poll() is not None, 100)
-        ranks = [int(child) for child in text_of(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")).split()]
+        ranks = children(launcher.pid)
         assert len(ranks) == 2, text_of(output)
         found = listeners([launcher.pid, *ranks])
         assert len(found) == 3 and set(found) == {"0100007F"}  # 127.0.0.1: the store, and a socket of each rank's gloo

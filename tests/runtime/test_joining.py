@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 import common
 import train_gpt
-from common import ROOT, SCRIPT, launch, options, text_of, tiny_settings, torchrun, wait_until
+from common import ROOT, SCRIPT, children, options, text_of, tiny_settings, torchrun, wait_until
 from data.shards import read_shard, write_shard
 from launch.console import AgreedError, RunError
 from runtime import ranks as runtime_ranks
@@ -186,9 +185,6 @@ def test_ranks_that_found_another_thing_than_the_first_are_named(agreed):
 # -----------------------------------------------------------------------------
 # Runs that no rank may wait in
 
-QUICK = dict(val_every=0, fp8_head=False)  # custom operators import the compiler: a second of each rank
-
-
 def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
     """Each rank looks into a folder of its own, as on nodes with disks of their own."""
     lonely = tmp_path / "node1"
@@ -199,10 +195,12 @@ def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
         "from common import train_gpt\n"
         f"train_gpt.main([*sys.argv[1:], '--data=' + [{str(shards)!r}, {str(lonely)!r}][int(os.environ['RANK'])]])\n"
     )
-    result = launch(options(shards, tmp_path), script=tmp_path / "nodes.py")
-    assert result.returncode == 1
-    assert re.search(rf"nodes.py: error: rank 1: no shard matches {lonely}/\*_train_\*.bin", result.stderr), result.stderr
-    assert result.stderr.count("no shard matches") == 1 and not list((tmp_path / "logs").glob("*"))
+    with open(tmp_path / "output", "w") as output:
+        launcher = torchrun(options(shards, tmp_path), script=tmp_path / "nodes.py", stdout=output, stderr=output)
+    assert launcher.wait() == 1
+    printed = text_of(tmp_path / "output")
+    assert re.search(rf"nodes.py: error: rank 1: no shard matches {lonely}/\*_train_\*.bin", printed), printed
+    assert printed.count("no shard matches") == 1 and not list((tmp_path / "logs").glob("*"))
 
 
 NODES = {  # what differs on the second node; what all ranks say
@@ -234,26 +232,15 @@ def second_node(rank: int, world_size: int, shards: Path, folder: Path, case: st
     return raised(train_gpt.train, tiny_settings(data, folder, **options), Ranks(rank, world_size, torch.device("cpu")))
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """{rank: process id} of a launcher's ranks."""
-    children = text_of(Path(f"/proc/{launcher}/task/{launcher}/children")).split()
-    environments = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children}
-    return {
-        int(value.removeprefix(b"RANK=")): child
-        for child, pairs in environments.items() for value in pairs if value.startswith(b"RANK=")
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, victim):
-    command, environment = torchrun(2)
-    arguments = options(shards, tmp_path, num_scheduled_iterations=80, **QUICK)
+    arguments = options(shards, tmp_path, num_scheduled_iterations=80, val_every=0)
     log = tmp_path / "logs" / "run.txt"
     with open(tmp_path / "output", "w") as output:
-        launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, env=environment)
+        launcher = torchrun(arguments, stdout=output, stderr=output)
     try:
         wait_until(lambda: "\nstep:3/" in text_of(log) or launcher.poll() is not None, 100)
-        os.kill(ranks_of(launcher.pid)[victim], signal.SIGKILL)
+        os.kill(children(launcher.pid)[victim], signal.SIGKILL)
         assert launcher.wait(60) == 1
     finally:
         launcher.kill()
@@ -266,14 +253,13 @@ def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, vic
 
 def test_a_launchers_ranks_all_end_with_the_signals_code(shards, tmp_path):
     """SIGTERM to one rank alone; torchrun then reports code 143 for both."""
-    command, environment = torchrun(2)
-    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=120, **QUICK)
+    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=120, val_every=0)
     log = tmp_path / "logs" / "run.txt"
     with open(tmp_path / "output", "w") as output:
-        launcher = subprocess.Popen([*command, *arguments], stdout=output, stderr=output, env=environment)
+        launcher = torchrun(arguments, stdout=output, stderr=output)
     try:
         wait_until(lambda: "\nstep:2/" in text_of(log) or launcher.poll() is not None, 100)
-        os.kill(ranks_of(launcher.pid)[1], signal.SIGTERM)
+        os.kill(children(launcher.pid)[1], signal.SIGTERM)
         launcher.wait(60)
     finally:
         launcher.kill()

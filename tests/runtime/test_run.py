@@ -2,6 +2,7 @@
 
 import gc
 import io
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch._dynamo
 import cpu
 
 import train_gpt
-from common import ROOT, launch, lines_of, options, tiny_settings, unequal, wait_until
+from common import ROOT, SCRIPT, lines_of, options, tiny_settings, unequal, wait_until
 from data.shards import read_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Clock, step_line
@@ -24,9 +25,11 @@ from train_gpt import main
 
 @pytest.fixture(scope="module")
 def finished(shards, tmp_path_factory):
-    """stdout, and the log's path."""
+    """stdout, and the log's path, of a run under torchrun."""
     folder = tmp_path_factory.mktemp("finished")
-    result = launch(options(shards, folder, sample_tokens=5))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
+    arguments, environment = options(shards, folder, sample_tokens=5), {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout, folder / "logs" / "run.txt"
 
