@@ -67,9 +67,10 @@ class Signals:
         if lost and bug:
             leave(f"error: rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}", 1)
         entered.remove(self)
-        over = self.agreed and self.has_peers or self.launched and error is None
+        through = self.launched and error is None  # about to leave: no signal makes another end of it
         for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
-            signal.signal(number, signal.SIG_IGN if over else handler)
+            after = signal.SIG_IGN if self.agreed and self.has_peers else handler
+            signal.signal(number, (lambda *_: None) if through else after)
         if self.previous:
             signal.set_wakeup_fd(self.previous_fd)
         self.in_training = False

@@ -214,7 +214,9 @@ def test_the_id_of_another_launcher_in_the_environment_means_nothing(monkeypatch
     before = {number: signal.getsignal(number) for number in SIGNALS}
     with Signals() as signals:
         assert (signals.launched, signals.launcher) == (True, os.getppid())
-    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}  # a rank that is through, and about to leave
+    os.kill(os.getpid(), signal.SIGTERM)  # ends nothing: a rank that is through, and about to leave
+    with Signals() as signals:
+        assert {*signals.previous} == {*SIGNALS}  # all are heard again
     for number, handler in before.items():
         signal.signal(number, handler)
 
