@@ -40,8 +40,9 @@ class Tail(NamedTuple):
             return None
         return (1 - 1 / memory) ** self.every if left + self.every < window else 0.0
 
-    def ticks(self, total: int) -> int:
-        return sum(self.keep(step, total) is not None for step in range(total))
+    def ticks(self, step: int, total: int) -> int:
+        """How many there are before `step`."""
+        return sum(self.keep(earlier, total) is not None for earlier in range(step))
 
 
 LONG, SHORT = 298 / 1194, 250 / 1194  # windows
@@ -96,16 +97,12 @@ class TailAverages:
             names = self.tails.setdefault(label, {})
             names[f"average_{len(names) + 1}"] = tail
 
-    def contradictions(self, states: dict[str, Any], weights: dict[str, Tensor], step: int) -> list[str]:
-        """Averages, by label as in optimizer.state, that are still 0 at the start of `step` though they must have begun: of a
-        run whose table had a shorter window. What they then took in would be mixed with zeros."""
-        begun = lambda tail: any(tail.keep(before, self.total) is not None for before in range(step))
-        late = [
-            f"{label}.{name}"
+    def ticks(self, step: int) -> dict[str, int]:
+        """How many weights each average takes in before `step`, by the table."""
+        return {
+            f"weights into {label}.{name}": tail.ticks(step, self.total)
             for label, tails in self.tails.items() for name, tail in tails.items()
-            if begun(tail) and weights[label].any() and not states[label][name].any()
-        ]  # fmt: skip
-        return [f"{name} is 0, must have begun before step {step}: TAIL_TABLE had another window" for name in late]
+        }  # fmt: skip
 
     @torch.no_grad()
     def after_step(self, step: int) -> str:
@@ -129,7 +126,7 @@ class TailAverages:
             blend = [tail.blend[i % len(tail.blend)] for i in range(own.start, own.stop)]
             blend = torch.tensor(blend, dtype=weights.dtype, device=weights.device).view(-1, *[1] * (weights.dim() - 1))
             weights = weights + (state[name] - weights) * blend
-        said = f"{label} of {' and '.join(str(tail.ticks(self.total)) for tail in tails.values())} steps' weights"
+        said = f"{label} of {' and '.join(str(tail.ticks(self.total, self.total)) for tail in tails.values())} steps' weights"
         if any(tail.keep_norm for tail in tails.values()) and (after := self._norm(label, weights)):
             weights = weights * (before / after)
             said += f", norm × {before / after:.4f}"

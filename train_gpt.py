@@ -1070,7 +1070,7 @@ class TrainingManager:
         self.optimizer = NorMuonAndAdam(model.named_parameters(), param_table(h), SCATTER_ORDER, WORK_ORDER)
         self.optimizer.grad_divisor = h.micro_batches
         self.tails = TailAverages(self.optimizer, TAIL_TABLE if h.tail_averages else (), h.total_iterations)
-        self.own_rows = self.optimizer.own_rows  # by label
+        self.own_rows, self.ticks = self.optimizer.own_rows, self.tails.ticks  # by label; before a step
         self.split_step = split_step(h.num_scheduled_iterations)
         self.windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
         self.yarn_window = self.windows[0]
@@ -1151,13 +1151,13 @@ class TrainingManager:
 
     def contradictions(self, state: dict[str, Any], step: int) -> list[str]:
         """What a state of the right layout cannot hold at the start of `step`: the value and the rule."""
-        same, tied = state["same"], step <= self.split_step
-        faults = [f"same.tied is {same['tied']}, must be {tied} at step {step}"] * (same["tied"] != tied)
-        window, known = same["yarn_window"], self.windows
-        faults += [f"same.yarn_window is {window}, must be one of {known}"] * (window not in known)
-        held = {**same["optimizer"], **state["sharded"]}
-        faults += [f"the step of {label} is {n}, must be 0 or more" for label, x in held.items() if (n := x.get("step", 0)) < 0]
-        return faults + self.tails.contradictions(held, same["parameters"], step)
+        same, tied, faults = state["same"], step <= self.split_step, []
+        if same["tied"] != tied:
+            faults.append(f"same.tied is {same['tied']}, must be {tied} at step {step}")
+        if same["yarn_window"] not in self.windows:
+            faults.append(f"same.yarn_window is {same['yarn_window']}, must be one of {self.windows}")
+        counts = {label: values.get("step", 0) for label, values in {**same["optimizer"], **state["sharded"]}.items()}
+        return faults + [f"the step of {label} is {n}, must be 0 or more" for label, n in counts.items() if n < 0]
 
 
 # -----------------------------------------------------------------------------

@@ -198,7 +198,7 @@ CHANGES = {  # by file: what, tests, old, new
     "tail_averages.py": (
         ("averages of zeros of a shorter window go on",
          "recipe/tail_averages::test_a_checkpoint_from_before_a_longer_window_is_refused",
-         "and not states[label][name].any()", "and False"),
+         "tail.ticks(step, self.total)", "0"),
         ("ticks counted from the start of the run", "recipe/tail_averages",
          "left % self.every", "step % self.every"),
         ("the first tick does not copy", "recipe/tail_averages",
@@ -402,7 +402,7 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "launch/start.py": (
         ("data are made anew under a run that goes on",
-         "faults/start::test_a_run_that_goes_on_keeps_the_data_that_it_began_with", "and not (s.resume and is_made(s.data))", ""),
+         "faults/start::test_a_run_that_goes_on_keeps_the_data_that_it_began_with", "and not goes_on", ""),
         ("a rank looks for modules in the project first",
          "faults/start::test_a_rank_finds_the_modules_beside_its_script_first", 'ours |= {"PYTHONSAFEPATH": ""}', "ours |= {}"),
         ("files that a control group has cached count as used", "faults/start::test_the_memory_of_a_control_group_is_all_that_is_free",
@@ -453,7 +453,8 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "runtime/checkpoints.py": (
         ("a run goes on elsewhere in the data",
-         "runtime/checkpoints::test_a_checkpoint_whose_steps_took_other_batches_is_refused", "(had == here,", "(True,"),
+         "runtime/checkpoints::test_a_checkpoint_whose_steps_took_other_batches_is_refused",
+         '{"tokens": sum(map(manager.batch_tokens, range(saved["step"]))), **', "{**"),
         ("room for the pending gradients of one rank",
          "faults/start::test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ranks",
          '(ranks if name.startswith("partial.") else 1)', "1"),
@@ -463,7 +464,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("another recipe's checkpoint is told by its settings alone", "recipe/parity",
          "if held and held != {*labels} else []", "if not held else []"),
         ("a checkpoint of infinities is taken", "runtime/bad_input",
-         'faults += [f"state.{name} is not finite" for name in non_finite_tensors(state)]', "pass"),
+         'faults + [f"state.{name} is not finite" for name in non_finite_tensors(state)]', "faults"),
         ("pending gradients of other ranks are dropped", "runtime/checkpoints::test_a_checkpoint_serves_any_number_of_ranks",
          'range(ranks.rank, len(whole["partial"]), ranks.world_size)', "range(ranks.rank, ranks.rank + 1)"),
         ("a rank takes the first rows of a shard", "runtime/checkpoints::test_a_checkpoint_serves_any_number_of_ranks",
@@ -500,7 +501,7 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "runtime/run.py": (
         ("room is wanted for what was saved before", "faults/start::test_room_is_wanted_for_what_will_be_saved",
-         "-(-last // gap) - first // gap", "-(-last // gap)"),
+         "saved_steps(s, first)", "saved_steps(s, 0)"),
         ("a loop that is left ends well", "faults/running::test_a_train_that_returns_early_ends_no_run_well",
          "if error is None and self.signals.in_training:", "if error is None and not self.signals.in_training and self.locks:"),
         ("a source that no log can hold is a bug of a rank's", "runtime/sources::test_so_it_is_by_a_rank_that_torchrun_starts",
@@ -510,7 +511,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a loss that is not finite goes on", "runtime/trouble",
          "        if not math.isfinite(loss):\n", "        if math.isinf(loss) and False:\n"),
         ("saved one step late", "runtime/checkpoints",
-         "(step % every == 0 or step == self.total)", "(step % every == 1 or step == self.total)"),
+         "(*range(every, last, every), last)", "(*range(every + 1, last, every), last)"),
         ("a failed last checkpoint is a good end", "runtime/trouble faults/checkpoint_files faults/running",
          "if self.log.unwritten else self.unsaved:", 'if self.log.unwritten else "":'),
         ("ranks wait for the sample", "runtime/run::test_no_rank_waits_for_the_sample",
@@ -577,6 +578,8 @@ CHANGES = {  # by file: what, tests, old, new
     "records/race.py": (
         ("an edit in launch/ goes on in the same race", "records/race::test_every_source_of_a_run_is_watched",
          'for name in ("data", "launch", "runtime"))', 'for name in ("data", "runtime"))'),
+        ("a race that a signal ended has the code of a run that a signal killed",
+         "records/race::test_a_signal_to_a_race_reaches_its_run_and_ends_it", "if received and code <= 0:", "if received and code == 0:"),
     ),
     "records/runlog.py": (
         ("the loss of averaged weights is the run's", "records/runlog::test_another_figure_is_not_the_validation_loss",

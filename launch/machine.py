@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from launch.console import RunError
+from launch.console import RunError, encoded
 
 # What PyTorch and its libraries read of the environment and compute otherwise by; threads are told with the CPU.
 VARIABLES = re.compile(
@@ -26,7 +26,7 @@ def machine_facts(device: torch.device, world_size: int) -> list[str]:
     cpus, triton = Path("/proc/cpuinfo"), sys.modules.get("triton")
     name = re.search(r"^model name\s*: (.+)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
     cpu = name[1] if name else platform.processor() or "unknown"
-    host = f"host: {zlib.crc32(platform.node().encode()):08x}, a CRC-32 of its name"  # GPUs have ids
+    host = f"host: {zlib.crc32(encoded(platform.node())):08x}, a CRC-32 of its name"  # GPUs have ids
     devices = [host, f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"]
     if device.type == "cuda":
         devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]

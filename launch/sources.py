@@ -1,6 +1,7 @@
 """The project's sources as they were when the process began, and which of them it imports: what a log holds."""
 
 import ast
+import difflib
 import os
 import re
 import sys
@@ -161,6 +162,16 @@ def places(file: str) -> Iterator[Path]:
     yield (path := Path(os.path.abspath(file)))
     yield path.parent.resolve() / path.name
     yield path.resolve()
+
+
+def source_diff(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Lines of the differences between what two processes imported; of the scripts, which come first, whatever their names."""
+    then, now = ({name if i else "script": texts[name] for i, name in enumerate(texts)} for texts in (then, now))
+    diff = []
+    for name in dict.fromkeys((*then, *now)):
+        lines = (texts.get(name, "").splitlines() for texts in (then, now))
+        diff += difflib.unified_diff(*lines, f"{name} before", f"{name} now", n=1, lineterm="")
+    return diff
 
 
 def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -> None:

@@ -40,7 +40,8 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", "data/local": "data/local_text.py"}  # of the presets' data
+TEXT = "data/local"  # shards of text that lies on this machine, and may change
+MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", TEXT: "data/local_text.py"}  # of the presets' data
 IMPORTED = {  # by every script
     "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "sympy", "tail_averages", "torch",
     "tracer", "triton", "triton_kernels",
@@ -290,7 +291,8 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     if hasattr(script, "SOURCES"):
         script.SOURCES.imported()  # that a log can hold them
         drop_stale_caches(getattr(script.SOURCES, "contents", ()))
-    if not is_given("data", options) and not (s.resume and is_made(s.data)):
+    goes_on = s.resume and s.data == TEXT and has_shards(ROOT / TEXT)  # with those that it began with
+    if not is_given("data", options) and not goes_on:
         make_data(MAKERS.get(s.data), options)
     options = options + project_paths(s, options)
     begun = time.monotonic()
@@ -335,10 +337,9 @@ def is_given(name: str, options: list[str]) -> bool:
     return any(option == f"--{name}" or option.startswith(f"--{name}=") for option in options)
 
 
-def is_made(data: str) -> bool:
-    """Are there shards, made of text that may have changed since? A run that goes on wants those that it began with."""
-    kinds = ("_train_", "_val_")
-    return data == "data/local" and all(any((ROOT / data).glob(f"*{kind}*.bin")) for kind in kinds)
+def has_shards(folder: Path) -> bool:
+    """Of both splits."""
+    return all(any(folder.glob(f"*_{split}_*.bin")) for split in ("train", "val"))
 
 
 def make_data(tool: str | None, options: list[str]) -> None:

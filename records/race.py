@@ -135,8 +135,8 @@ def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
 
 
 def run_to_its_end(command: list[str]) -> int:
-    """Its exit code; 128 + signal if it ended well although one came. Ctrl-C reaches the run by itself, which ends after its
-    step; SIGTERM, and SIGHUP as SIGTERM, are handed on, each time."""
+    """Its exit code; 128 + signal if one killed it, or came and it ended well or was killed. Ctrl-C reaches the run by itself,
+    which ends after its step; SIGTERM, and SIGHUP as SIGTERM, are handed on, each time."""
     process, received = subprocess.Popen(command), []
 
     def hand_on(number: int, _: object) -> None:
@@ -153,7 +153,9 @@ def run_to_its_end(command: list[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code or (128 + received[0] if received else 0)
+    if received and code <= 0:
+        return 128 + received[0]
+    return code if code >= 0 else 128 - code
 
 
 def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> list[Path]:

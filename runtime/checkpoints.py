@@ -1,14 +1,13 @@
 """Checkpoints: one file, alike from any number of ranks, of a run at the start of a step.
 
 A manager's state is a nest of dicts in three parts: "same", what every rank holds; "sharded", by label, rows of which each
-rank holds its own; "partial", by label, tensors whose sum over the ranks counts (pending gradients). In a file the shards are
-put together, and the partial sums kept apart, so that the same number of ranks goes on with the same bits. The manager gives
-state_dict(), load_state_dict(state), layout(step): shapes and dtypes of the whole model's state at the start of a step,
-own_rows: slices by label, batch_tokens(step), and contradictions(state, step): what cannot be, a sentence each.
+rank holds its own; "partial", by label, tensors whose sum over the ranks counts (pending gradients). A file has the shards put
+together, the partial sums apart, and the course: what the steps took by their schedule. The manager gives state_dict(),
+load_state_dict(state), layout(step): shapes and dtypes of the whole state at the start of a step, own_rows: slices by label,
+batch_tokens(step), ticks(step), by average, and contradictions(state, step): what cannot be, a sentence each.
 """
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import io
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from data.shards import drop_leftovers, whole_file
 from launch.console import tell
+from launch.sources import source_diff
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
@@ -90,8 +90,7 @@ def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
 
 def step_of(path: Path) -> int:
     """By its name; -1 if that is no checkpoint's."""
-    match = re.fullmatch(r"step_(\d+)\.pt", path.name)
-    return int(match[1]) if match else -1
+    return int(match[1]) if (match := re.fullmatch(r"step_(\d+)\.pt", path.name)) else -1
 
 
 def checkpoints(folder: Path, run: str = ".") -> list[Path]:
@@ -193,39 +192,42 @@ def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> No
     raise_if(path, [f"{fault} (records/extract.py writes them from its log)"] if held and held != {*labels} else [])
 
 
-def check_fits(path: Path, saved: dict[str, Any], settings: dict[str, Any], shards: dict[str, str]) -> None:
-    """Raise CheckpointError, with the first differences, if the checkpoint is of other settings or read other shards."""
+def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[str, str], manager: Any) -> None:
+    """Raise CheckpointError, with the first differences, unless these settings, shards and schedule can go on from it."""
+    check_recipe(path, saved, manager.own_rows)
     was, held = (saved[kind] if isinstance(saved.get(kind), dict) else {} for kind in ("hyperparameters", "shards"))
     read, was_read = ({name: x for name, x in some.items() if "CRC-32" in f"{x}"} for some in (shards, held))
-    faults = differences(was, settings, "hyperparameters.") + differences(read, was_read, "shards.")
-    for here, there in ((settings, was), (read, was_read)):
+    faults = differences(was, vars(settings), "hyperparameters.") + differences(read, was_read, "shards.")
+    for here, there in ((vars(settings), was), (read, was_read)):
         changed = (name for name in here if name in there and name not in MAY_CHANGE_ON_RESUME and there[name] != here[name])
         faults += [f"{name} is {there[name]!r}, here {here[name]!r}" for name in changed]
     raise_if(path, faults)
+    check_usable(path, saved, manager, settings.total_iterations)
+    course = {"tokens": sum(map(manager.batch_tokens, range(saved["step"]))), **manager.ticks(saved["step"])}
+    took = course | saved.get("course", {})
+    raise_if(path, [f"its steps took {took[x]!r:.30} {x}, here they take {n}" for x, n in course.items() if took[x] != n])
 
 
 def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) -> None:
     """Raise CheckpointError unless the checkpoint is complete, consistent and of a model like the manager's."""
-    texts, nests = {"header": "", "lines": ""}, {"hyperparameters": {}, "sources": {}, "shards": {}, "state": {}}
-    there = {"tokens": 0} | {name: {} for name in nests if isinstance(saved.get(name), dict)}  # older ones lack the tokens
-    faults = differences({**saved, **there}, {"step": 0, "tokens": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests})
-    faults = faults or [f"step is {saved['step']}, must be 0 to {total}"] * (not 0 <= saved["step"] <= total)
-    if not faults:
-        step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
-        faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]
-        ranks, layout = range(len(parts) if isinstance(parts, dict) and parts else 1), manager.layout(step)
-        faults += differences(state, {**layout, "partial": dict.fromkeys(ranks, layout["partial"])}, "state.")
-    if not faults:
-        had = saved.get("tokens", here := sum(map(manager.batch_tokens, range(step))))
-        rules = (
-            (had == here, f"its {step} steps took {had!r:.30} tokens, here they take {here}: the data would go on elsewhere"),
-            (0 <= saved["seconds"] < math.inf, f"seconds is {saved['seconds']}, must be 0 or more and finite"),
-            (is_plain_name(saved["run_id"]), f"run_id is {saved['run_id']!r}, must be a file's name"),
-            (f"\n{RULE}\n" in saved["log"]["header"], "log.header has no line of 100 = that ends the sources"),
-        )
-        faults = [fault for holds, fault in rules if not holds] + [f"state.{x}" for x in manager.contradictions(state, step)]
-        faults += [f"state.{name} is not finite" for name in non_finite_tensors(state)]
-    raise_if(path, faults)
+    saved = {"course": {}, **saved}  # which older ones do not hold
+    texts, nests = {"header": "", "lines": ""}, dict.fromkeys(("course", "hyperparameters", "sources", "shards", "state"), {})
+    there = {name: {} for name in nests if isinstance(saved.get(name), dict)}
+    raise_if(path, differences({**saved, **there}, {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests}))
+    step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
+    if not 0 <= step <= total:
+        raise_if(path, [f"step is {step}, must be 0 to {total}"])
+    faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]
+    ranks, layout = range(len(parts) if isinstance(parts, dict) and parts else 1), manager.layout(step)
+    raise_if(path, faults + differences(state, {**layout, "partial": dict.fromkeys(ranks, layout["partial"])}, "state."))
+    rules = (
+        (0 <= saved["seconds"] < math.inf, f"seconds is {saved['seconds']}, must be 0 or more and finite"),
+        (is_plain_name(saved["run_id"]), f"run_id is {saved['run_id']!r}, must be a file's name"),
+        (f"\n{RULE}\n" in saved["log"]["header"], "log.header has no line of 100 = that ends the sources"),
+    )
+    faults = [fault for holds, fault in rules if not holds]
+    faults += [f"state.{fault}" for fault in manager.contradictions(state, step)]
+    raise_if(path, faults + [f"state.{name} is not finite" for name in non_finite_tensors(state)])
 
 
 def raise_if(path: Path, faults: list[str]) -> None:
@@ -236,11 +238,7 @@ def raise_if(path: Path, faults: list[str]) -> None:
 
 def resumption_note(path: Path, saved: dict[str, Any], sources: dict[str, str], environment: list[str]) -> str:
     """For the log's header: where the run went on, on what machine, and by what changes to the sources."""
-    then, now = ({name if i else "script": x[name] for i, name in enumerate(x)} for x in (saved["sources"], sources))
-    diff = []
-    for name in dict.fromkeys((*then, *now)):
-        lines = (texts.get(name, "").splitlines() for texts in (then, now))
-        diff += difflib.unified_diff(*lines, f"{name} before", f"{name} now", n=1, lineterm="")
+    diff = source_diff(saved["sources"], sources)
     changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
     source = f"with changed source, {changed} lines of difference" if diff else "with the same source"
     return "\n".join([f"resumed at step {saved['step']} from {path}, {source}", *environment, *diff])

@@ -62,16 +62,15 @@ class Run:
         ranks.check_same(same | {x: f"CRC-32 {zlib.crc32(encoded(text)):08x}" for x, text in self.logged.items()})
         if s.resume:
             path, saved = ranks.on_all(checkpoints.find_checkpoint, s.resume, s.log_dir, s.run_id)
-            ranks.on_all(checkpoints.check_recipe, path, saved, manager.own_rows)
-            ranks.on_all(checkpoints.check_fits, path, saved, dataclasses.asdict(s), shards)
-            ranks.on_all(checkpoints.check_usable, path, saved, manager, self.total)
+            ranks.on_all(checkpoints.check_fits, path, saved, s, shards, manager)
             self.resumed, self.first_step, self.clock.before, run_id = saved, saved["step"], saved["seconds"], saved["run_id"]
         ranks.check_same({"the checkpoint": f"{path} at step {self.first_step}"})
         s.run_id = s.run_id or run_id
-        self.folder, saves = Path(s.log_dir) / s.run_id, sum(map(self._saves, range(self.total + 1)))
+        self.folder, self.saved_steps = Path(s.log_dir) / s.run_id, saved_steps(s, self.first_step)
         ranks.on_all(lambda: ranks.first and self.locks.append(lock_run(Path(s.log_dir, f"{s.run_id}.lock"), tell)))
         ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path, s) if ranks.first else (str,))
-        room = (checkpoints.check_room, self.folder, manager.layout(1), ranks.world_size, s.keep_checkpoints, saves)
+        keep, saves = s.keep_checkpoints, len(self.saved_steps)
+        room = checkpoints.check_room, self.folder, manager.layout(1), ranks.world_size, keep, saves
         ranks.on_all(*room if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
@@ -138,17 +137,14 @@ class Run:
 
     def must_pause(self, step: int) -> bool:
         """Is a checkpoint due before `step`, or did all ranks agree to stop?"""
-        return bool(self.signals.agreed) or self._saves(step)
-
-    def _saves(self, step: int) -> bool:
-        return step > self.first_step and (every := self.settings.save_every) > 0 and (step % every == 0 or step == self.total)
+        return bool(self.signals.agreed) or step in self.saved_steps
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
         """The clock stands. Saves if that is due; stops the run, before or after the block, once all ranks agreed to."""
         self._write_pending()
         self.clock.stop()
-        if self._saves(step) and not self.signals.agreed:
+        if step in self.saved_steps and not self.signals.agreed:
             self._save(step)
         self._stop_if_agreed(step)
         yield
@@ -187,7 +183,8 @@ class Run:
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
             settings, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
             saved = {"step": step, "seconds": self.clock.before, "run_id": settings.run_id, "log": log, "shards": self.shards}
-            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.logged, "tokens": self.tokens_done}
+            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.logged}
+            saved["course"] = {"tokens": self.tokens_done, **self.manager.ticks(step)}
             try:
                 checkpoints.write_checkpoint(path, {**saved, "state": state}, settings.keep_checkpoints)
                 self.unsaved = ""
@@ -226,6 +223,12 @@ class Run:
             raise RunError(f"all steps are done, but {lacks}")
 
 
+def saved_steps(settings: Any, first: int) -> set[int]:
+    """The steps before which a run that begins at `first` writes a checkpoint, the end among them."""
+    every, last = settings.save_every, settings.total_iterations
+    return {step for step in (*range(every, last, every), last) if step > first} if every else set()
+
+
 def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
     """Raise ValueError or OSError for what one process can know before the ranks start; they check it again, together.
     script: with build and check_shards. settings: checked. Returns the bytes of a rank's weights, gradients and optimizer."""
@@ -242,15 +245,13 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
             manager = script.build(s, Ranks(0, world_size, place))
     finally:
         dist.destroy_process_group()
-    run_id, path, first, last, gap = s.run_id, None, 0, s.total_iterations, s.save_every or s.total_iterations
+    run_id, path, first = s.run_id, None, 0
     if s.resume:
         path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)
-        checkpoints.check_recipe(path, saved, manager.own_rows)
-        checkpoints.check_fits(path, saved, dataclasses.asdict(settings), data.shards)
-        checkpoints.check_usable(path, saved, manager, last)
+        checkpoints.check_fits(path, saved, settings, data.shards, manager)
         run_id, first = run_id or saved["run_id"], saved["step"]
     if run_id:
         check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s)
     folder, state, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0), manager.layout(1)
-    checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, -(-last // gap) - first // gap)
+    checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, len(saved_steps(s, first)))
     return sum(x.nbytes for y in (state, state["same"]["parameters"]) for _, x in checkpoints.leaves(y) if torch.is_tensor(x))

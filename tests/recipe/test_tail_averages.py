@@ -18,6 +18,7 @@ from common import (
 from quick_runs import no_warm_up  # noqa: F401
 from runtime.checkpoints import read_checkpoint
 from runtime.ranks import Ranks
+from sample import sample
 from tail_averages import TAIL_TABLE, Tail, TailAverages, initial_averages
 from train_gpt import PARAM_TABLE, NorMuonAndAdam, TrainingManager, join_mantissa, main, split_mantissa
 
@@ -39,7 +40,7 @@ def ticks(tail: Tail, total: int) -> dict[int, float]:
 ])  # fmt: skip
 def test_ticks_are_counted_back_from_the_last_step(total: int, window: float, every: int, expected) -> None:
     assert [*ticks(Tail("x", window, 0.1, every), total)] == [*expected]
-    assert Tail("x", window, 0.1, every).ticks(total) == len([*expected])
+    assert Tail("x", window, 0.1, every).ticks(total, total) == len([*expected])
 
 
 @pytest.mark.parametrize("total", [240, 241, 1765])
@@ -416,7 +417,7 @@ def test_the_final_validation_sees_the_averages_and_the_clock_their_making(shard
 
 
 def test_a_checkpoint_from_before_a_longer_window_is_refused(shards, tmp_path, monkeypatch, capsys, wide_tails) -> None:
-    """Its averages are 0 and would be taken for begun ones; from before both windows it goes on."""
+    """Its averages are 0 and would be taken for begun ones; from before both windows it goes on. Text comes from it anyway."""
     short = (Tail("lm_head", 0.3, 0.1, 2, keep_norm=False),)
     monkeypatch.setattr(train_gpt, "TAIL_TABLE", short)
     more = dict(**BF16, val_every=0, tail_averages=True)
@@ -424,8 +425,9 @@ def test_a_checkpoint_from_before_a_longer_window_is_refused(shards, tmp_path, m
     monkeypatch.setattr(train_gpt, "TAIL_TABLE", (short[0]._replace(window=0.6),))
     saved = tmp_path / "logs" / "run"
     at = lambda step: options(shards, tmp_path, **more, run_id=f"from{step}", resume=saved / f"step_{step:06d}.pt")
-    message = r"step_000004.pt cannot be resumed: state.lm_head.average_1 is 0, must have begun before step 4: TAIL_TABLE had"
+    message = r"step_000004.pt cannot be resumed: its steps took 0 weights into lm_head.average_1, here they take 1$"
     ends_with(capsys, at(4), message, 1)
+    assert sample(train_gpt, f"{saved / 'step_000004.pt'}", "def ", 3, 1.0)
     main(at(2))
     assert "tail averages: lm_head of 3 steps' weights" in (tmp_path / "logs" / "from2.txt").read_text()
 

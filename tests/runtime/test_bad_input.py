@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import train_gpt
 from common import ends_with, options, unequal
 from data.shards import DataError, read_shard
-from runtime.checkpoints import CheckpointError, check_fits, check_usable, read_checkpoint, write_checkpoint
+from runtime.checkpoints import CheckpointError, check_fits, read_checkpoint, write_checkpoint
 from runtime.ranks import Ranks
 from train_gpt import Hyperparameters, main
 
@@ -150,21 +150,19 @@ def test_every_field_of_a_checkpoint_is_missed_and_checked(good):
     """Each in turn missing, of another type or shape, and of another dtype: refused, by its name; some 500 cases."""
     path = good / "logs" / "run" / "step_000001.pt"
     saved = read_checkpoint(path)
-    settings, shards = dict(saved["hyperparameters"]), dict(saved["shards"])
-    h = Hyperparameters(**settings)
+    shards, h = dict(saved["shards"]), Hyperparameters(**saved["hyperparameters"])
     manager = train_gpt.build(h, Ranks(0, 1, torch.device("cpu")))
 
     def check(candidate: dict) -> None:
-        check_fits(path, candidate, settings, shards)
-        check_usable(path, candidate, manager, h.total_iterations)
+        check_fits(path, candidate, h, shards, manager)
 
     check(saved)
     for way in ways(saved):
         for replace in (None, other_kind, other_dtype):
             candidate = changed(saved, way, replace)
-            may_lack = way[0] == "sources" and len(way) == 2 or way == ("tokens",)
+            may_lack = way[0] == "sources" and len(way) == 2 or way[0] == "course"
             if may_lack and replace is None or not unequal(candidate, saved):
-                check(candidate)  # a script may import what it likes, older ones lack tokens; there is no other dtype of a text
+                check(candidate)  # a script imports what it likes, older ones lack a course; there is no other dtype of a text
                 continue
             with pytest.raises(CheckpointError) as caught:
                 check(candidate)

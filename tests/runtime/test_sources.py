@@ -49,11 +49,6 @@ def run_sh(project: Path, standing_in: Path, *arguments: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-def quick_options(shards: Path, folder: Path, **more: int) -> list[str]:
-    """Without custom operators, which import the compiler: a second of each run."""
-    return options(shards, folder, fp8_head=False, **more)
-
-
 def sources_of(log: Path) -> dict[str, bytes]:
     """What a log holds, by path; the script's, which has none there, is that of the settings' line."""
     sources, environment, _ = log.read_bytes().split(b"\n" + b"=" * 100 + b"\n", 2)
@@ -68,7 +63,7 @@ def sources_of(log: Path) -> dict[str, bytes]:
 def idea(project, shards, tmp_path_factory):
     """The folder of a run of ideas/idea.py, started from elsewhere by its path in the project."""
     folder = tmp_path_factory.mktemp("idea")
-    result = run_sh(project, folder, "ideas/idea.py", *quick_options(shards, folder, save_every=4))
+    result = run_sh(project, folder, "ideas/idea.py", *options(shards, folder, save_every=4))
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -100,7 +95,7 @@ def again(idea, project, shards, tmp_path_factory):
     assert printed.endswith(f"run it: ./run.sh {project}/again/ideas/idea.py\n")
     with open(project / "again" / "runtime" / "options.py", "a") as file:
         file.write('print("another runtime")\n')
-    result = run_sh(project, project, "again/ideas/idea.py", *quick_options(shards, folder, save_every=4))
+    result = run_sh(project, project, "again/ideas/idea.py", *options(shards, folder, save_every=4))
     assert result.returncode == 0, result.stderr
     assert "another runtime" in result.stdout
     return folder
@@ -123,7 +118,7 @@ def test_a_script_outside_of_the_project_runs_with_the_helper_beside_it(project,
     """By its path from where the user stands; logged by its file's name."""
     elsewhere = project.parent / "elsewhere"
     write_idea(elsewhere, "mine.py", "helper")
-    result = run_sh(project, elsewhere, "mine.py", *quick_options(shards, elsewhere, val_every=0, num_scheduled_iterations=3))
+    result = run_sh(project, elsewhere, "mine.py", *options(shards, elsewhere, val_every=0, num_scheduled_iterations=3))
     assert result.returncode == 0, result.stderr
     found = sources_of(elsewhere / "logs" / "run.txt")
     assert next(iter(found)) == "mine.py" and found["mine.py"] == (elsewhere / "mine.py").read_bytes()
