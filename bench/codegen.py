@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import fake_gpu
-from launch.console import ended_by_signals, run_to_end, user_path
+from launch.console import ended_by_signals, run_to_end, until_reader_leaves, user_path
 
 # -----------------------------------------------------------------------------
 # An H100, as kernels find it: limits that they reach, not those of the data sheet
@@ -540,6 +540,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     scripts = [options.script] + ([options.against] if options.against else [])
     if options.child:
+        sys.path.insert(0, f"{options.script.resolve().parent}")  # its files before the project's, as in a run
         fake_gpu.install()
         sizes = options.world_size if options.optimizer else []
         found = measure(options.script.resolve(), options.tokens, not options.eval, not options.saved, sizes, options.save_code)
@@ -567,5 +568,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with ended_by_signals():
+    with ended_by_signals(), until_reader_leaves():
         main()

@@ -22,6 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt
 from bench.settings import model_of, trainer_settings
+from launch.console import until_reader_leaves
 from tail_averages import TAIL_TABLE, Tail, initial_averages
 from train_gpt import WORK_ORDER, Hyperparameters, NorMuon, ParamConfig, param_table
 
@@ -234,4 +235,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with until_reader_leaves():
+        main()

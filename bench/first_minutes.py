@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from launch.console import ended_by_signals, ended_with_block, run_to_end
+from launch.console import ended_by_signals, ended_with_block, run_to_end, until_reader_leaves
 
 PHASES = (  # what a line ends, by its beginning
     ("environment, import", r"environment: "),
@@ -30,7 +30,7 @@ PHASES = (  # what a line ends, by its beginning
     ("first validation", r"step:0/\d+ val_loss"),
     ("first step", r"step:1/"),
     ("the other steps", r"step:(\d+)/\1 val_loss"),
-    ("sample", r"peak memory"),
+    ("sample", r"sample, after"),
 )
 
 
@@ -76,5 +76,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with ended_by_signals():
+    with ended_by_signals(), until_reader_leaves():
         main()

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT)]
 from bench.communication import expected_calls, markdown, model_parameters
 from bench.settings import trainer_settings
 from data.shards import number_between
-from launch.console import ended_by_signals, run_to_end
+from launch.console import ended_by_signals, run_to_end, until_reader_leaves
 from train_gpt import param_table
 
 SETTINGS = dict(
@@ -44,7 +44,7 @@ def final_loss(options: list[str], ranks: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=number_between(1, 1000), default=3, help="runs of each kind (%(default)s)")
     parser.add_argument("--ranks", type=number_between(1, 1000), default=2, help="of a run (%(default)s)")
     args, given = parser.parse_known_args()
@@ -69,5 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ended_by_signals():
+    with ended_by_signals(), until_reader_leaves():
         main()

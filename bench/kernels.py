@@ -32,6 +32,7 @@ import attention
 import triton_kernels as tk
 from bench.communication import model_parameters, rows_of
 from bench.settings import largest_batch
+from launch.console import until_reader_leaves
 from train_gpt import FP8_GRAD_SCALE, FP8_X_SCALE, PARAM_TABLE, Hyperparameters
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
@@ -392,4 +393,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with until_reader_leaves():
+        main()

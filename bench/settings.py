@@ -1,5 +1,8 @@
 """The trainer's options and model, as every measurement takes them."""
 
+import sys
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -8,9 +11,16 @@ from train_gpt import GPT, LAYERS, PRESETS, Hyperparameters, step_schedule
 
 
 def trainer_settings(argv: list[str] | None = None, preset: str = "") -> Hyperparameters:
-    """Settings by the trainer's own options: of argv, or of the process. preset: what they start from unless told."""
+    """Settings by the trainer's own options: of argv, or of the process. preset: what they start from unless told.
+    Raises SystemExit, after a message, for options and for sizes of which there is no model."""
     preset = preset or ("record" if torch.cuda.is_available() else "demo")
-    return parse_options(Hyperparameters, PRESETS, preset, argv)
+    h = parse_options(Hyperparameters, PRESETS, preset, argv)
+    try:
+        with torch.device("meta"):
+            model_of(h, max_tokens=16)
+    except ValueError as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: error: {error}") from None
+    return h
 
 
 def model_of(h: Hyperparameters, max_tokens: int, fp8_head: bool = False) -> nn.Module:

@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "records"))
 import t_tests
 import verdict
 from groups import Group
+from launch.console import until_reader_leaves
 from plan import smallest_shown
 from runlog import RunLog
 from t_tests import P
@@ -157,4 +158,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with until_reader_leaves():
+        main()

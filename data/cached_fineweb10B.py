@@ -26,7 +26,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.shards import (
     DataError, HelpFormatter, ShardError, check_plain, hub_fault, locked, named, number_between, one_line, one_line_errors,
-    read_json, shard_name, verify_shard, write_json,
+    read_json, shard_name, sync_folder, verify_shard, write_json,
 )
 from launch.console import console, user_path
 
@@ -34,14 +34,19 @@ if fault := hub_fault():  # before its library is imported
     sys.exit(f"{Path(sys.argv[0]).name}: error: {fault}")
 
 from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError,
+)
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
 ATTEMPTS = 5  # in a row, without a byte that arrives
 TIMEOUT = 30.0  # seconds without an answer or a byte
-LASTING = (DataError, EntryNotFoundError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError)  # not tried again
+LASTING = (  # not tried again: the hub's no, and what the environment asks for, as a token or a proxy that cannot be
+    DataError, EntryNotFoundError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError,
+    ImportError, UnicodeError,
+)  # fmt: skip
 NETWORK = (ConnectionError, TimeoutError, socket.gaierror)  # the OSErrors with a number that are not the local disk's
 
 Result = TypeVar("Result")
@@ -117,6 +122,8 @@ def fetch(repo: str, name: str, folder: Path, revision: str | None = None, expec
             raise OSError(f"what arrived does not have the announced hash {expected} and was thrown away")
 
     with_retries(attempt, f"{repo}/{name}", lambda: part.stat().st_size if part.exists() else 0)
+    with open(part, "rb") as file:
+        os.fsync(file.fileno())  # a name means that it is on disk
     os.replace(part, final)
     return final
 
@@ -184,6 +191,7 @@ def fetch_shard(name: str, output: Path, known: dict[str, list]) -> int:
         arrived.unlink()
         raise ShardError(f"{constants.ENDPOINT} sent a bad {name}, which was thrown away: {error}") from error
     os.replace(arrived, final)
+    sync_folder(output)
     known[name] = [expected, final.stat().st_mtime_ns]
     return count
 

@@ -2,7 +2,8 @@
 
 The text is, unless told otherwise, the sources of Python's own standard library, its tests included (they are half of it,
 and as good a text as the rest), without installed packages. Files that are not UTF-8 text, such as some of those tests', are
-left out and counted. Of another --input all text files are taken, except in hidden folders; links to folders are followed.
+left out and counted. Of another --input all text files are taken, except in hidden folders. Symbolic links are followed, and
+what several lead to is taken once; a copy, or a hard link, is a file of its own.
 
 A document is a piece of a file, cut at blank lines and at most 2,040 bytes long, so that with its end-of-text token it is
 never cut by a loader whose documents end at 2,048 tokens. Its hash says where it goes: one in twenty into validation, and
@@ -15,6 +16,7 @@ are all written, in the folder .making beside them: until then the disk needs ro
 """
 
 import argparse
+import codecs
 import os
 import re
 import shutil
@@ -36,7 +38,7 @@ from data.shards import (
 from launch.console import console, user_path
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+INSTALLED = {"site-packages", "dist-packages"}  # folders in it
 DOCUMENT_BYTES = 2040  # with end-of-text still below the 2,048 tokens at which training cuts documents
 VALIDATION_SHARE = 1 / 20
 READ_ANEW = 256 << 20  # bytes of text, half a second: to find out whether it has changed
@@ -48,7 +50,7 @@ PROGRAM = (Path(__file__), Path(__file__).with_name("encodings.py"))  # what tur
 
 def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[str, Path], list[str]]:
     """The files to read, by their name relative to `source`, in order of that name, and the folders that cannot be read.
-    A file is taken once, whatever links lead to it.
+    A file is taken once, whatever symbolic links lead to it.
 
     suffixes: take only files that end in one of them; empty takes all
     output: a folder to pass by, in case the shards are made inside of `source`. Raises DataError if there are no files.
@@ -60,10 +62,11 @@ def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[st
     if source.resolve() == output.resolve():
         raise DataError(f"{output} is the --input too: its shards would be text of the next run; choose another --output")
     files, links, unreadable, seen = {}, [], [], {identity(source)}
+    passed_by = INSTALLED if source == STDLIB.resolve() else set()
     note = lambda error: unreadable.append(f"{error.filename}")
     for folder, folders, names in os.walk(source, onerror=note, followlinks=True):
         here = Path(folder)
-        folders[:] = [name for name in sorted(folders) if wanted_folder(here / name, output, seen)]
+        folders[:] = [name for name in sorted(folders) if name not in passed_by and wanted_folder(here / name, output, seen)]
         try:
             for name in names:
                 path = here / name
@@ -97,7 +100,7 @@ def identity(folder: Path) -> tuple[int, int]:
 
 def wanted_folder(folder: Path, output: Path, seen: set[tuple[int, int]]) -> bool:
     """Is its text to be taken? By whatever links it is reached, a folder is taken once: then it is added to those seen."""
-    if folder.name.startswith(".") or folder.name in SKIPPED_FOLDERS or folder.resolve() == output.resolve():
+    if folder.name.startswith(".") or folder.resolve() == output.resolve():
         return False
     try:
         number = identity(folder)
@@ -109,14 +112,23 @@ def wanted_folder(folder: Path, output: Path, seen: set[tuple[int, int]]) -> boo
 
 
 def read_text(path: Path) -> bytes | None:
-    """The bytes of a UTF-8 text file; None if this user may not read it, it is not UTF-8, or has a NUL byte and so is no text.
-    Raises OSError for one that cannot be read for another reason."""
+    """The bytes of a UTF-8 text file; None if this user may not read it, it is not UTF-8, or has a NUL byte and so is no text,
+    of which no more is read than tells so. Raises OSError for one that cannot be read for another reason, DataError for one
+    that memory does not hold."""
+    decoder, blocks = codecs.getincrementaldecoder("utf-8")(), []
     try:
-        text = path.read_bytes()
-        text.decode()
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                decoder.decode(block)
+                if b"\0" in block:
+                    return None
+                blocks.append(block)
+        decoder.decode(b"", final=True)
+        return b"".join(blocks)
     except (PermissionError, UnicodeDecodeError):
         return None
-    return None if b"\0" in text else text
+    except MemoryError:
+        raise DataError(f"{path}: not enough memory, in which all text is held: leave it out") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -219,6 +219,12 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def reason(error: OSError) -> str:
+    """Why a folder cannot be made or written to."""
+    no_folder = isinstance(error, FileExistsError | NotADirectoryError) and error.filename
+    return f"{error.filename} is no folder, or a link to one that is not there" if no_folder else f"{error.strerror}"
+
+
 def drop_leftovers(folder: Path, pattern: str) -> None:
     """Delete what killed processes have left of whole_file's files, in a folder that none but this one writes to."""
     for path in folder.glob(pattern):
@@ -295,6 +301,8 @@ def hub_fault() -> str:
     for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
         if (text := os.environ.get(name, "")) and not (text.isascii() and text.isdigit()):
             return f"{name}={text!a} in the environment: must be a whole number of seconds, or unset"
+    if (text := os.environ.get("SSL_CERT_FILE")) and not os.path.exists(text):
+        return f"SSL_CERT_FILE={text!a} in the environment: must be a file that is there, or unset"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         parts = urlsplit(endpoint)

@@ -60,7 +60,8 @@ def reader_left() -> None:
 def print_for_people(groups: list[Group], options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    console = Console(emoji=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 1000)
+    shown = sys.stdout.isatty()  # whatever FORCE_COLOR says: what reads a pipe reads Markdown
+    console = Console(emoji=False, force_terminal=shown, soft_wrap=not shown, width=None if shown else 1000)
     console.on_broken_pipe = reader_left
     rows = report(groups, options.target, console, options.pairs)
     for row, group in zip(rows[1:], groups[1:], strict=True):

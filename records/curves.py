@@ -110,12 +110,14 @@ class EqualLoss(NamedTuple):
 
 
 def ending(run: RunLog) -> tuple[int, float, float | None] | None:
-    """(steps, loss that a step takes off, seconds a step) from the last validation far enough from the end, to the end."""
+    """(steps, loss that a step takes off, seconds a step) from the last validation far enough from the end, to the end; the
+    loss is nan if the last one is of averaged weights, and those before it are not."""
     end, last_loss, last_time = run.validations[-1]
     before = [x for x in run.validations if x[0] <= end - max(1.0, ENDING * end)]
     if not before:
         return None
     step, loss, time = before[-1]
+    loss = math.nan if run.settings.get("tail_averages") == "True" else loss
     told = time is not None and last_time is not None
     return end - step, (loss - last_loss) / (end - step), (last_time - time) / 1000 / (end - step) if told else None
 
@@ -131,7 +133,7 @@ def equal_loss(a: Group, b: Group, comparable: bool, pairs: bool) -> EqualLoss |
     if min(map(len, endings)) < 2 or not all(map(all, endings)):
         return None
     over = min(steps for group in endings for steps, _, _ in group)
-    slopes = [[slope for steps, slope, _ in group if steps <= ALIKE * over] for group in endings]
+    slopes = [[slope for steps, slope, _ in group if steps <= ALIKE * over and not math.isnan(slope)] for group in endings]
     slopes = [group for group in slopes if len(group) > 1]  # a slope over more steps is another: curves flatten
     if not slopes or not (slope := mean([*map(mean, slopes)])) > 0:
         return None

@@ -157,7 +157,7 @@ def page(record: Record, records: dict[str, Record]) -> str:
     from rich.console import Console
 
     groups = [*compared_with(record, records), record.group]
-    console = Console(file=io.StringIO(), width=1000, color_system=None, emoji=False)
+    console = Console(file=io.StringIO(), width=1000, color_system=None, force_terminal=False, force_jupyter=False, emoji=False)
     compare.report(groups, record.target, console)
     text = "\n".join(line.rstrip() for line in console.file.getvalue().strip().splitlines())
     grid, _, rest = text.partition("\n\n")
@@ -234,6 +234,7 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
             )
     others = [("the baseline", own)] if own else []
     others += [(f"the record {other}", found.group) for other, found in records.items()]
+    others += [(f"the baseline of {other}", found.own_baseline) for other, found in records.items() if found.own_baseline]
     for run in group.runs:
         for where, other in others:
             if run.times and any(figures(run) == figures(log) for log in other.runs):

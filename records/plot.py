@@ -3,11 +3,14 @@
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
+import matplotlib
 import numpy as np
 import t_tests
 import verdict
 from curves import stages
+from data.shards import whole_file
 from groups import Group
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -15,6 +18,8 @@ from matplotlib.lines import Line2D
 from scipy.special import stdtrit
 from t_tests import CONFIDENCE
 from tool import clean
+
+matplotlib.rcdefaults()  # one picture whatever a user's matplotlibrc asks for, as LaTeX, to which a name may be no text
 
 BINS = 120  # of the step times: single steps are rounded to milliseconds, and noisy
 COLOURS = ("#4c5a67", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#66a182")
@@ -68,13 +73,14 @@ def new_figure(size: tuple[float, float], mosaic: list[list[str]], **how) -> tup
 
 
 def save(figure: Figure, panels: dict, path: str) -> None:
-    """With a light grid and no frames."""
+    """With a light grid and no frames; whole, or the old file stays. Raises OSError."""
     for axes in panels.values():
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.title.set_fontsize(10)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # a letter that the font lacks
-        figure.savefig(path)
+    unknown_letters = warnings.catch_warnings(action="ignore", category=UserWarning)
+    with unknown_letters, whole_file(path) as file:
+        figure.savefig(file, format=Path(path).suffix[1:] or None)
 
 
 def label(name: str) -> str:

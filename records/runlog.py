@@ -368,7 +368,10 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
     before = max(start - 1, 0)  # the line break before the first
     end = text.find(b"\nsample, after a prompt", before)  # free text, in which anything may stand
     body = text[start : len(text) if end < 0 else end + 1]
-    if (peak := text.rfind(b"\npeak memory", before)) >= 0:
+    peak = text.rfind(b"\npeak memory", before, len(text) if end < 0 else end)
+    if peak < 0:  # older ones have it after the sample
+        peak = text.rfind(b"\npeak memory", before)
+    if peak >= 0:
         log.peak_memory = text[peak + 1 :].partition(b"\n")[0].decode("utf-8", "replace").strip()
     if end < 0 and not body.endswith(b"\n"):
         whole, _, last = body.rpartition(b"\n")

@@ -272,7 +272,8 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     done = run("bench/codegen.py", "nowhere.py")
     assert done.returncode == 1 and done.stderr.strip() == "bench/codegen.py: there is no script nowhere.py"
     broken = tmp_path / "broken.py"
-    broken.write_text("raise RuntimeError('this idea does not run')")
+    broken.write_text("import attention")
+    (tmp_path / "attention.py").write_text("raise RuntimeError('this idea does not run')")  # it finds the one beside it
     done = run("bench/codegen.py", str(broken))
     assert done.returncode == 1 and "broken.py: RuntimeError: this idea does not run" in done.stderr
     done = run("bench/codegen.py", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))

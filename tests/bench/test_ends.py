@@ -1,4 +1,4 @@
-"""A signal to a tool of bench/ ends all that it has started, by SIGTERM, and leaves none of its folders."""
+"""A signal to a tool of bench/ ends all that it has started, by SIGTERM, and leaves none of its folders; a reader may leave."""
 
 import os
 import signal
@@ -68,3 +68,11 @@ def test_what_nohup_ignores_ends_no_tool(start, tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM and (tmp_path / "ended").exists()
+
+
+def test_a_reader_that_has_enough_is_no_fault() -> None:
+    """`communication.py | head`"""
+    command = [sys.executable, f"{ROOT / 'bench' / 'communication.py'}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 0

@@ -173,7 +173,7 @@ def run(script: str, hub: Hub, folder: Path, *options: str) -> tuple[int, str, s
 @pytest.mark.parametrize(
     "name, value",
     [("HF_ENDPOINT", value) for value in ("foo", "http://[", "", "ftp://x", "https://", "http://h:port")]
-    + [("HF_HUB_ETAG_TIMEOUT", "abc"), ("HF_HUB_DOWNLOAD_TIMEOUT", "1.5")],
+    + [("HF_HUB_ETAG_TIMEOUT", "abc"), ("HF_HUB_DOWNLOAD_TIMEOUT", "1.5"), ("SSL_CERT_FILE", "/nowhere/ca.pem")],
 )
 def test_a_variable_that_cannot_be_meant_is_named_at_once(tmp_path: Path, script: str, name: str, value: str) -> None:
     """Not a traceback of the library's, nor five attempts."""
@@ -290,6 +290,27 @@ def test_a_shard_that_the_hub_does_not_have_is_an_error_at_once(hub: Hub, shards
     assert failed_with("kjj0/fineweb10B-gpt2/fineweb_train_000004.bin", result)
     assert failed_with("(attempt 1 of 5): 404", result)
     assert shards_in(tmp_path / "out") == first(shards, 4)
+
+
+def test_a_shard_is_on_disk_before_it_has_its_name(tmp_path: Path, shards: dict[str, bytes], monkeypatch) -> None:
+    """And its name before fetch_shard returns, after which fetched.json says that it was compared."""
+    name, done, fsync, replace = "fineweb_train_000001.bin", [], os.fsync, os.replace
+    inode = lambda file: os.stat(file).st_ino
+    monkeypatch.setattr(cached_fineweb10B, "announced_hash", lambda *_: hashlib.sha256(shards[name]).hexdigest())
+    monkeypatch.setattr(cached_fineweb10B, "receive", lambda _, part: part.write_bytes(shards[name]))
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(("synced", inode(file))), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(("named", inode(old))), replace(old, new)))
+    cached_fineweb10B.fetch_shard(name, tmp_path, {})
+    shard = inode(tmp_path / name)
+    assert done == [("synced", shard), ("named", shard), ("named", shard), ("synced", inode(tmp_path))]
+
+
+@pytest.mark.parametrize("variable, said", [("HF_HUB_OFFLINE=1", "offline mode"), ("HF_TOKEN=\u00e9", "codec can't encode")])
+def test_what_the_environment_asks_for_is_not_tried_again(hub: Hub, tmp_path: Path, variable: str, said: str) -> None:
+    environment = environment_of(hub, tmp_path) | dict([variable.split("=")])
+    command = [*start_command("cached_fineweb10B.py", tmp_path), "0"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert failed_with("(attempt 1 of 5): ", (done.returncode, done.stdout, done.stderr)) and said in done.stderr
 
 
 def test_a_killed_download_leaves_only_whole_shards_and_can_be_repeated(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -51,9 +52,8 @@ def library(tmp_path: Path) -> Path:
         file.write_text("".join(f"{number}.{k} " + "wörter " * 60 + "\n\n" for k in range(40)))
     (folder / "latin1.py").write_bytes("schön".encode("latin-1"))
     (folder / "binary.py").write_bytes(b"\0\0\0")
-    for hidden in (".git/config", "__pycache__/x.py", "site-packages/y.py"):
-        (folder / hidden).parent.mkdir()
-        (folder / hidden).write_text("not wanted")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config.py").write_text("not wanted")
     return folder
 
 
@@ -257,14 +257,14 @@ def test_other_options_make_other_shards_and_clear_the_old(
 
 def test_a_file_that_cannot_be_read_is_skipped(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (library / "dead link.py").symlink_to(library / "nowhere")
-    refused, read = library / "shelf0" / "book0.py", Path.read_bytes
+    refused, read = library / "shelf0" / "book0.py", Path.open
 
-    def read_bytes(path: Path) -> bytes:
+    def open_(path: Path, *given, **how):
         if path == refused:
             raise PermissionError(13, "Permission denied")
-        return read(path)
+        return read(path, *given, **how)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(Path, "open", open_)
     make(monkeypatch, library, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
     assert (manifest["files"], manifest["skipped_files"]) == (39, 3)
@@ -273,15 +273,15 @@ def test_a_file_that_cannot_be_read_is_skipped(tmp_path: Path, library: Path, mo
 def test_a_file_that_can_be_read_later_is_read_then(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    refused, read, access = library / "shelf0" / "book0.py", Path.read_bytes, os.access
+    refused, read, access = library / "shelf0" / "book0.py", Path.open, os.access
 
-    def read_bytes(path: Path) -> bytes:
+    def open_(path: Path, *given, **how):
         if path == refused:
             raise PermissionError(13, "Permission denied")
-        return read(path)
+        return read(path, *given, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", read_bytes)
+        patch.setattr(Path, "open", open_)
         patch.setattr(os, "access", lambda path, mode: path != refused and access(path, mode))
         for said in ("39 files (3 skipped", "is up to date"):
             make(monkeypatch, library, tmp_path / "out")
@@ -293,17 +293,36 @@ def test_a_file_that_can_be_read_later_is_read_then(
 
 def test_a_file_that_fails_for_another_reason_ends_it(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk or a network file system that may be there again: its text is not left out in silence."""
-    broken, read = library / "shelf0" / "book0.py", Path.read_bytes
+    broken, read = library / "shelf0" / "book0.py", Path.open
 
-    def read_bytes(path: Path) -> bytes:
+    def open_(path: Path, *given, **how):
         if path == broken:
             raise OSError(5, "Input/output error", f"{path}")
-        return read(path)
+        return read(path, *given, **how)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(Path, "open", open_)
     with pytest.raises(SystemExit, match=r"error: .*Input/output error: .*book0.py"):
         make(monkeypatch, library, tmp_path / "out")
     assert not [*(tmp_path / "out").glob("*.bin")]
+
+
+def test_a_large_file_that_is_no_text_is_hardly_read(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a disk's image, larger than memory; a text that is gets a message with its name."""
+    with open(library / "disk.img", "wb") as file:
+        file.truncate(1 << 40)
+    assert local_text.read_text(library / "disk.img") is None
+    (tmp_path / "large.txt").write_text("text")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=MemoryError))
+    with pytest.raises(DataError, match="large.txt: not enough memory, in which all text is held: leave it out"):
+        local_text.read_text(tmp_path / "large.txt")
+
+
+def test_characters_between_two_blocks_are_text(tmp_path: Path) -> None:
+    text = "x" * (2**20 - 1) + "ü"
+    (tmp_path / "text").write_text(text)
+    assert local_text.read_text(tmp_path / "text") == text.encode()
+    (tmp_path / "text").write_bytes(text.encode()[:-1])
+    assert local_text.read_text(tmp_path / "text") is None
 
 
 def test_a_file_is_taken_once_whatever_links_lead_to_it(tmp_path: Path, library: Path) -> None:
@@ -316,6 +335,15 @@ def test_a_file_is_taken_once_whatever_links_lead_to_it(tmp_path: Path, library:
         (library / link).symlink_to(tmp_path / "book.py")
     now, _ = local_text.find_files(library, [".py"], tmp_path / "out")
     assert now.keys() - before.keys() == {"linked again.py"} and name in now
+
+
+def test_installed_packages_are_left_out_of_pythons_own_library_alone(tmp_path: Path, library: Path, monkeypatch) -> None:
+    packages = library / "site-packages"
+    packages.mkdir()
+    (packages / "package.py").write_text("x = 1\n")
+    assert "site-packages/package.py" in local_text.find_files(library, [".py"], tmp_path / "out")[0]
+    monkeypatch.setattr(local_text, "STDLIB", library)
+    assert "site-packages/package.py" not in local_text.find_files(library, [".py"], tmp_path / "out")[0]
 
 
 def test_links_to_folders_are_followed_once(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What compare.py prints, for people at any width and for programs, and how it ends where there is nothing to compare."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -99,6 +101,15 @@ def test_wrong_input_ends_with_a_message(tmp_path, two_groups):
         assert said in error.value.code
     with pytest.raises(SystemExit, match="error: .*nowhere"):
         compare.main([*two_groups, "--plot", str(tmp_path / "nowhere" / "x.png")])
+
+
+def test_a_full_disk_leaves_the_old_picture(two_groups, tmp_path, monkeypatch):
+    picture = tmp_path / "out.png"
+    picture.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(SystemExit, match=r"compare\.py: error: .*No space left"):
+        compare.main([*two_groups, "--plot", str(picture)])
+    assert picture.read_bytes() == b"old" and {path.name for path in tmp_path.iterdir()} == {"a", "b", "out.png"}
 
 
 def test_a_folder_within_another_and_a_folder_of_both(tmp_path, capsys):

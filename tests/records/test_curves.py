@@ -82,14 +82,23 @@ def test_a_slope_over_more_steps_does_not_count(tmp_path, two):
     assert curves.equal_loss(two[0], near, comparable=True, pairs=False).slope == pytest.approx(slopes.mean())
 
 
-def gather_validated(folder, at):
+def test_the_step_from_raw_to_averaged_weights_is_no_slope(tmp_path, two):
+    """--tail_averages: its last validation sees the averages. The other group's slope counts; none, if both are so."""
+    averaged = gather_validated(tmp_path, {0, 360, 400}, tail_averages=True)
+    found = curves.equal_loss(two[0], averaged, comparable=True, pairs=False)
+    assert found.slope == pytest.approx(np.array(SLOPES)[0].mean())
+    assert curves.equal_loss(averaged, averaged, comparable=True, pairs=False) is None
+
+
+def gather_validated(folder, at, **settings):
     """Runs of the second group that were validated at these steps alone."""
     folder = folder / f"at {sorted(at)}"
     folder.mkdir()
     for i, (slope, time, loss) in enumerate(zip(SLOPES[1], TIMES[1], LOSSES[1], strict=True)):
         lines = [f"step:{step}/400 val_loss:{loss + slope * (400 - step) + (5 if step == 0 else 0):.4f} "
                  f"train_time:{time * step / 400:.0f}ms step_avg:1.00ms\n" for step in sorted(at)]  # fmt: skip
-        environment = ENVIRONMENT.replace("seed=0", f"seed={i}")
+        more = "".join(f", {name}={value!r}" for name, value in settings.items())
+        environment = ENVIRONMENT.replace("seed=0", f"seed={i}{more}")
         (folder / f"{i}.txt").write_bytes(make_log(environment=environment, lines="".join(lines)))
     return gather(folder.name, str(folder))
 

@@ -137,6 +137,10 @@ def test_a_baseline_does_not_become_the_record(tmp_path, root):
     with pytest.raises(SystemExit, match="0.txt: has the times and losses of a run of the record 1_A"):
         add(root, "2_B", tmp_path / "logs" / "baseline")
     assert sorted(path.name for path in root.iterdir()) == ["1_A", "README.md"]
+    write_runs(tmp_path / "logs" / "other", [95_000, 96_000], [3.27, 3.28], script=b"x = 3\n")
+    add(root, "2_B", tmp_path / "logs" / "idea", "--baseline", tmp_path / "logs" / "other")
+    with pytest.raises(SystemExit, match="0.txt: has the times and losses of a run of the baseline of 2_B"):
+        add(root, "3_C", tmp_path / "logs" / "other")
 
 
 def test_a_baseline_of_logs_is_kept_and_compared_with(tmp_path, root):
@@ -225,5 +229,7 @@ def test_two_records_at_once_are_both_in_the_table(tmp_path, root):
     assert "1_A" in (root / "README.md").read_text()
 
 
-def test_the_pages_in_records_are_up_to_date():
+def test_the_pages_in_records_are_up_to_date(monkeypatch):
+    """Also where a shell asks for colours, which pages do not have."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
     history.main(["--check"])
