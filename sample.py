@@ -106,10 +106,10 @@ def sample(
     h = trainer.Hyperparameters(**{**settings, "compile": False})
     h.check(ranks.world_size)
     manager = trainer.build(h, ranks)
-    checkpoints.check_usable(place, saved, manager, h.total_iterations)
-    if other := other_sources(trainer, saved["sources"]):
+    if isinstance(saved.get("sources"), dict) and (other := other_sources(trainer, saved["sources"])):
         fault = f"{place.name} was trained by other source ({other}): if that makes another model, name it by --script"
         print(printable(f"sample.py: {fault}"), file=sys.stderr)
+    checkpoints.check_usable(place, saved, manager, h.total_iterations)
     checkpoints.load_whole_state(manager, saved["state"], ranks)
     manager.advance_schedule(saved["step"])
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from data.shards import whole_file
-from launch.console import RunError, tell
+from launch.console import tell
 
 
 def steps_of(text: str) -> range:
@@ -31,9 +31,9 @@ class Tracer:
     """
 
     def __init__(self, text: str, run: Any):
-        """text: see steps_of. run: with ranks, folder, and at_stop, which all ranks call when a signal ends the run early."""
+        """text: see steps_of. run: with ranks, folder, and at_end, which all ranks call at its end, early or not."""
         self.steps, self.ranks, self.rows, self.on_gpu = steps_of(text), run.ranks, [], run.ranks.device.type == "cuda"
-        self.path, run.at_stop = run.folder.with_name(f"{run.folder.name}.trace.json"), lambda: self.write(self.gather())
+        self.path, run.at_end = run.folder.with_name(f"{run.folder.name}.trace.json"), lambda: self.write(self.gather())
         if self.steps:  # what sees a collective end while the step goes on: a stream; threads, as gloo does not tell
             self.aside = torch.cuda.Stream() if self.on_gpu else ThreadPoolExecutor(32)
         if self.steps and not self.on_gpu:
@@ -100,14 +100,16 @@ class Tracer:
         found = {"format": "bankrun trace 1", "device": self.ranks.device.type}
         return found | {"ranks": self.ranks.gather({"clock": clock, "rows": rows})}
 
-    def write(self, found: dict[str, Any]) -> None:
-        """What was gathered, into a file, by the first rank; without a traced step what is there stays. Raises RunError."""
+    def write(self, found: dict[str, Any]) -> str:
+        """What was gathered, into a file, by the first rank; without a traced step what is there stays. Says if it is lost."""
         if not found or not self.ranks.first:
-            return
+            return ""
         if not any(rank["rows"] for rank in found["ranks"]):
-            return tell(f"no trace: this run made no step of --trace_steps={self.steps.start}:{self.steps.stop}")
+            tell(f"no trace: this run made no step of --trace_steps={self.steps.start}:{self.steps.stop}")
+            return ""
         try:
             with whole_file(self.path) as file:
                 file.write(json.dumps(found).encode())
         except OSError as error:
-            raise RunError(f"{self.path}: {error.strerror}: the trace is lost") from error
+            return f"{self.path}: {error.strerror}: the trace is lost"
+        return ""

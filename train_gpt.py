@@ -1323,9 +1323,7 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
                 run.log.write(report, console=True)
             run.end_step()
         batches.close()
-        trace = tracer.gather()
         run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)
-        tracer.write(trace)
 
 
 def main(argv: list[str] | None = None) -> None:

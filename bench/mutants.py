@@ -238,6 +238,8 @@ CHANGES = {  # by file: what, tests, old, new
          "self.own.copy_(self.received.view(-1, len(self.own))[0])"),
     ),
     "data/cached_fineweb10B.py": (
+        ("a shard has its name before it is on disk", "data/downloads::test_a_shard_is_on_disk_before_it_has_its_name",
+         "        os.fsync(file.fileno())  # a name", "        pass  # a name"),
         ("what else is in the folder of downloads goes with them", "data/downloads",
          "        for emptied in (path.parent, *path.parent.parents):",
          "        __import__('shutil').rmtree(folder, ignore_errors=True)\n        for emptied in ():"),
@@ -247,6 +249,8 @@ CHANGES = {  # by file: what, tests, old, new
          "  # it stays until then", "\n            final.unlink()"),
     ),
     "data/loader.py": (
+        ("shards of two texts are trained on", "data/local_text::test_a_run_takes_no_shards_of_two_texts",
+         "    check_replaced(Path(folder))\n", ""),
         ("a copy of a shard is trained on too", "data/loader::test_tokens_that_would_be_trained_on_twice_are_refused",
          "!= documents.path:", "== 0:"),
         ("the rest of a cut document is not dropped", "data/loader",
@@ -273,6 +277,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if path in CHECKED and digest_of(tokens) != CHECKED[path]:", "if path in CHECKED and not len(tokens):"),
     ),
     "data/local_text.py": (
+        ("a file that is no text is read to its end", "data/local_text::test_a_large_file_that_is_no_text_is_hardly_read",
+         "file.read(2**20)", "file.read()"),
         ("other text of the same size is the old one",
          "data/local_text::test_other_text_of_the_same_size_and_time_is_other_text",
          "                fingerprint.update(path.read_bytes())\n", "                pass\n"),
@@ -401,8 +407,10 @@ CHANGES = {  # by file: what, tests, old, new
          "{self.path, *python_files(ROOT)}", "{self.path}"),
     ),
     "launch/start.py": (
+        ("mistakes are told once the data are made", "faults/start::test_a_mistake_is_told_before_data_are_made",
+         "        check_without_data(run, script, s, ranks)\n", "        pass\n"),
         ("data are made anew under a run that goes on",
-         "faults/start::test_a_run_that_goes_on_keeps_the_data_that_it_began_with", "and not goes_on", ""),
+         "faults/start::test_a_run_that_goes_on_keeps_the_data_that_it_began_with", "s.resume and own == TEXT and there", "False"),
         ("a rank looks for modules in the project first",
          "faults/start::test_a_rank_finds_the_modules_beside_its_script_first", 'ours |= {"PYTHONSAFEPATH": ""}', "ours |= {}"),
         ("files that a control group has cached count as used", "faults/start::test_the_memory_of_a_control_group_is_all_that_is_free",
@@ -446,7 +454,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a run is ended by what nohup ignores", "faults/start",
          "return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]", "return [*SIGNALS]"),
         ("the tool that makes the data outlives its caller", "faults/start",
-         "                making.terminate()\n", "                making.kill\n"),
+         "            making.terminate()\n", "            making.kill\n"),
         ("a bug in a script is a line", "faults/start", "        if is_message(error):", "        if error:"),
         ("two starts fetch FlashAttention 3 at once", "faults/flash_attention",
          "                fcntl.flock(file, fcntl.LOCK_EX)\n", "                pass\n"),
@@ -479,6 +487,9 @@ CHANGES = {  # by file: what, tests, old, new
          "min(keep + 1, there + saves)", "min(keep, there + saves)"),
     ),
     "runtime/log.py": (
+        ("latest takes a course that was left before its first step",
+         "faults/checkpoint_files::test_latest_keeps_to_a_course_that_has_just_been_chosen",
+         "if environment.startswith(there) or", "if True or"),
         ("the loss of all ranks is their sum", "recipe/losses",
          "self.numbers[0] = loss / ranks.world_size", "self.numbers[0] = loss"),
         ("the step's average over one step too many", "records/runlog runtime/run",
@@ -513,10 +524,15 @@ CHANGES = {  # by file: what, tests, old, new
         ("saved one step late", "runtime/checkpoints",
          "(*range(every, last, every), last)", "(*range(every + 1, last, every), last)"),
         ("a failed last checkpoint is a good end", "runtime/trouble faults/checkpoint_files faults/running",
-         "if self.log.unwritten else self.unsaved:", 'if self.log.unwritten else "":'),
+         "if self.log.unwritten else self.unsaved", 'if self.log.unwritten else ""'),
         ("ranks wait for the sample", "runtime/run::test_no_rank_waits_for_the_sample",
-         "        self.log.close()\n        if lacks",
-         "        self.ranks.gather(None)\n        self.log.close()\n        if lacks"),
+         "        self.log.close()\n        lacks", "        self.ranks.gather(None)\n        self.log.close()\n        lacks"),
+        ("the trace of a run that is through is not written",
+         "faults/running::test_a_signal_in_the_sample_leaves_the_trace_and_the_logs_last_line",
+         "= False, self.at_end()", '= False, ""'),
+        ("a run that has gone on is cut back",
+         "faults/checkpoint_files::test_a_run_that_saves_while_its_latest_is_read_is_not_cut_back",
+         "meanwhile: start again\") if new else None", "meanwhile: start again\") if False else None"),
         ("ranks may train with other options",
          "runtime/joining::test_a_node_that_would_train_something_else_stops_all_ranks",
          'if x not in ("data", "log_dir")} | shards', 'if x == "seed"} | shards'),
@@ -564,6 +580,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if 2 * len(group.runs) <= len(complete) or", "if 2 * len(group.runs) < len(complete) or"),
     ),
     "records/history.py": (
+        ("a baseline becomes another record", "records/history::test_a_baseline_does_not_become_the_record",
+         "if found.own_baseline]", "if False]"),
         ("times of several machines have a mean", "records/history::test_times_of_different_machines_have_no_mean",
          " and not on_several_machines(runs) else", " else"),
     ),
@@ -576,6 +594,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if self.in_class or self.is_decorated:", "if self.is_decorated:"),
     ),
     "records/race.py": (
+        ("an editor's lock ends a race", "records/race::test_what_no_run_can_import_is_not_watched",
+         "scripts)) if path.is_file()}", "scripts))}"),
         ("an edit in launch/ goes on in the same race", "records/race::test_every_source_of_a_run_is_watched",
          'for name in ("data", "launch", "runtime"))', 'for name in ("data", "runtime"))'),
         ("a race that a signal ended has the code of a run that a signal killed",
@@ -691,7 +711,8 @@ def path_of(tests: str) -> str:
 
 
 def failing_test(project: Path, tests: str) -> str:
-    """The first test that fails, "" if none does. Raises RuntimeError, with the output's end, if they cannot be run."""
+    """The first test that fails, "" if none does. Raises RuntimeError, with the output's end, if they cannot be run, and
+    InterruptedError if a signal, as run's own, has ended them."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", path_of(tests)]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as output:  # a pipe would wait for what hanging tests leave behind
@@ -706,6 +727,8 @@ def failing_test(project: Path, tests: str) -> str:
             end_session(process)
         output.seek(0)
         said = output.read()
+    if code < 0:
+        raise InterruptedError(f"pytest {path_of(tests)} was ended by {signal.Signals(-code).name}")
     if code == 0:
         return ""
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)

@@ -388,8 +388,8 @@ def main(argv: list[str] | None = None) -> None:
     stepped = commands.add_parser("simulate", help="explain a step in a file")
     stepped.add_argument("step", type=Path)
     for command in (shown, searched, stepped):
-        command.add_argument("--picture", type=user_path, help="where to draw both lanes, a PNG")
-        command.add_argument("--chrome", type=user_path, help="where to write the spans, for chrome://tracing or ui.perfetto.dev")
+        command.add_argument("--picture", type=user_path, help="where to draw both lanes, a PNG; show draws it beside the trace")
+        command.add_argument("--chrome", type=user_path, help="where to write the spans, for ui.perfetto.dev; show: beside the trace")
     validated = commands.add_parser("validate", help="predict gloo's steps")
     validated.add_argument("--ranks", type=numbers, default=[2, 4, 8], help="by comma (2,4,8)")
     validated.add_argument("--orders", type=positive, default=14, help="to predict, beside those of the fit (%(default)s)")

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import DataError, hold_shards, read_shard, verify_shard
+from data.shards import DataError, check_replaced, hold_shards, read_shard, verify_shard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards of a folder
@@ -407,6 +407,7 @@ def check_data(
     for found in (LISTED, CHECKED, HELD):
         found.clear()
     HELD[folder] = hold_shards(Path(folder))
+    check_replaced(Path(folder))
     val, train = (LISTED.setdefault(pattern, find_shards(pattern)) for pattern in (val_pattern(folder), train_pattern(folder)))
     shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in (*train, *val)}
     most, faults = 0, []  # most documents in a micro-batch; where there are too many

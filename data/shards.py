@@ -380,6 +380,16 @@ def hold_shards(folder: Path) -> BinaryIO | None:
         return None
 
 
+def check_replaced(folder: Path) -> None:
+    """Raises DataError if data/local_text.py was ended while it put its new shards in the place of older ones."""
+    try:
+        manifest = read_json(folder / "manifest.json")
+    except (DataError, OSError):  # somebody else's
+        return
+    if isinstance(manifest, dict) and "shards" in manifest and manifest.get("recipe", "") is None:
+        raise DataError(f"{folder}: its shards are of two texts, as their making was cut off: run data/local_text.py again")
+
+
 @contextmanager
 def without_readers(folder: Path) -> Iterator[None]:
     """Raises DataError if a run holds the shards of `folder`; none can begin to within the block."""

@@ -36,7 +36,7 @@ import typing
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -279,7 +279,8 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         raise LaunchError(f"RANKS={asked}: this machine shows {gpus} GPUs, and a rank needs its own", 1)
     run, settings = importlib.import_module("runtime.run"), importlib.import_module("runtime.options")  # of the script's tree
     if not (hasattr(run, "check_start") and all(hasattr(script, x) for x in ("Hyperparameters", "PRESETS", "check_shards"))):
-        make_data(MAKERS["data/fineweb10B" if gpus else "data/local"], options)
+        if not is_given("data", options):
+            make_data(MAKERS["data/fineweb10B" if gpus else TEXT])
         return asked or usual_ranks(gpus, 8), options
     check_plain(script.Hyperparameters, script.PRESETS)
     s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
@@ -291,12 +292,15 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     if hasattr(script, "SOURCES"):
         script.SOURCES.imported()  # that a log can hold them
         drop_stale_caches(getattr(script.SOURCES, "contents", ()))
-    goes_on = s.resume and s.data == TEXT and has_shards(ROOT / TEXT)  # with those that it began with
-    if not is_given("data", options) and not goes_on:
-        make_data(MAKERS.get(s.data), options)
-    options = options + project_paths(s, options)
-    begun = time.monotonic()
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)  # here: DETAIL knows no group of one process
+    own = None if is_given("data", options) else s.data
+    there = bool(own) and has_shards(ROOT / own)
+    options = options + project_paths(s, options)
+    if own in MAKERS and not there:
+        check_without_data(run, script, s, ranks)
+    if own in MAKERS and not (s.resume and own == TEXT and there):  # it goes on with those that it began with
+        make_data(MAKERS[own])
+    begun = time.monotonic()
     state = run.check_start(script, s, ranks)
     work = TOKEN_MEMORY * getattr(s, "max_tokens", 0) * getattr(s, "model_dim", 0)
     if not gpus:
@@ -304,6 +308,26 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
     bring_flash_attention()
     return ranks, options
+
+
+def check_without_data(run: ModuleType, script: ModuleType, s: Any, ranks: int) -> None:
+    """What needs no data, before they are made or fetched: minutes. Raises ValueError, OSError."""
+    if hasattr(script, "check_encoding"):
+        script.check_encoding(s.encoding)
+    if s.resume and not os.path.exists(s.resume):  # nor is "latest"
+        importlib.import_module("runtime.checkpoints").find_checkpoint(s.resume, s.log_dir, s.run_id)
+    if s.run_id and not s.resume:
+        importlib.import_module("launch.sources").check_unused(Path(s.log_dir, f"{s.run_id}.txt"), None, s)
+    with contextlib.suppress(NoDataError):
+        run.check_start(SimpleNamespace(**vars(script) | {"check_shards": no_data_yet}), s, ranks)
+
+
+class NoDataError(Exception):
+    """Where check_start would look at data that are still to be made."""
+
+
+def no_data_yet(_: Any) -> None:
+    raise NoDataError
 
 
 def check_plain(settings: type, presets: dict[str, dict]) -> None:
@@ -342,22 +366,21 @@ def has_shards(folder: Path) -> bool:
     return all(any(folder.glob(f"*_{split}_*.bin")) for split in ("train", "val"))
 
 
-def make_data(tool: str | None, options: list[str]) -> None:
+def make_data(tool: str) -> None:
     """Run the tool that makes a preset's data, or finds them made. Raises CalledProcessError; the tool says why."""
-    if tool and not is_given("data", options):
-        begun = time.monotonic()
-        console(f"data: {tool}")
-        command = [sys.executable, "-u", f"{ROOT / tool}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as making:
-            try:
-                for line in making.stdout:
-                    console(line.rstrip())
-            except BaseException:
-                making.terminate()
-                raise
-        if making.returncode:
-            raise subprocess.CalledProcessError(making.returncode, command)
-        show("data: ready", begun)
+    begun = time.monotonic()
+    console(f"data: {tool}")
+    command = [sys.executable, "-u", f"{ROOT / tool}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as making:
+        try:
+            for line in making.stdout:
+                console(line.rstrip())
+        except BaseException:
+            making.terminate()
+            raise
+    if making.returncode:
+        raise subprocess.CalledProcessError(making.returncode, command)
+    show("data: ready", begun)
 
 
 def project_paths(s: Any, options: list[str]) -> list[str]:

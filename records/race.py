@@ -67,8 +67,8 @@ def named_by(script: Path) -> frozenset[Path]:
 def sources(scripts: list[Path]) -> dict[str, str]:
     """The digest of each file that a run may import: the project's, those beside the scripts, what import statements name."""
     folders = {ROOT, *(ROOT / name for name in ("data", "launch", "runtime")), *(script.parent for script in scripts)}
-    files = {path for folder in folders for path in folder.glob("*.py")}
-    files |= set().union(*map(named_by, scripts))
+    lie = {path for folder in folders for path in folder.glob("*.py") if path.stem.isidentifier()}  # no editor's lock
+    files = {path for path in lie.union(*map(named_by, scripts)) if path.is_file()} | {*scripts}
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 
 

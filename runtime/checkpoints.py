@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.shards import drop_leftovers, whole_file
+from data.shards import drop_leftovers, reason, whole_file
 from launch.console import tell
 from launch.sources import source_diff
 from runtime.log import RULE, same_run
@@ -133,8 +133,7 @@ def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, 
             return path, check_course(path, read_checkpoint(path))
         except CheckpointError as error:
             tell(f"passed over {error}")
-    where = Path(log_dir) / (run_id or "*")
-    raise CheckpointError(f"{LATEST}: no usable checkpoint in {where}: name a file, or train without --resume")
+    raise CheckpointError(f"{LATEST}: no usable checkpoint in {Path(log_dir, run_id or '*')}: name a file, or omit --resume")
 
 
 def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             file.write(b"probe")
     except OSError as error:  # a full disk names no file
-        raise OSError(f"{folder}: cannot be written: {error.strerror}: make room, or give another --log_dir") from error
+        raise OSError(f"{folder}: cannot be written: {reason(error)}: make room, or give another --log_dir") from error
     there, free = len(checkpoints(folder)), shutil.disk_usage(folder).free
     files = max(1, min(keep + 1, there + saves) - there)  # each with its log: 1 MiB
     each = (x.nbytes * (ranks if name.startswith("partial.") else 1) for name, x in leaves(layout) if isinstance(x, Tensor))
@@ -215,8 +214,7 @@ def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) ->
     there = {name: {} for name in nests if isinstance(saved.get(name), dict)}
     raise_if(path, differences({**saved, **there}, {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests}))
     step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
-    if not 0 <= step <= total:
-        raise_if(path, [f"step is {step}, must be 0 to {total}"])
+    raise_if(path, [] if 0 <= step <= total else [f"step is {step}, must be 0 to {total}"])
     faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]
     ranks, layout = range(len(parts) if isinstance(parts, dict) and parts else 1), manager.layout(step)
     raise_if(path, faults + differences(state, {**layout, "partial": dict.fromkeys(ranks, layout["partial"])}, "state."))

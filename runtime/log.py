@@ -25,14 +25,14 @@ def log_header(sources: dict[str, str], environment: list[str]) -> str:
 
 
 def same_run(path: Path, log: dict[str, str]) -> tuple[str, str] | None:
-    """A checkpoint's sources and environment; None if the file at path is not its run's log, whole or a part."""
+    """A checkpoint's sources and environment, without later notes; None if the file at path is not its course's log or part."""
     sources, environment = log["header"].removesuffix(f"\n{RULE}").rsplit(f"\n{RULE}\n", 1)  # sources may hold such lines
     begin, text = f"{sources}\n{RULE}\n", path.read_bytes().decode(errors="replace") if path.is_file() else ""
-    _, _, lines = text[len(begin) :].partition(f"\n{RULE}\n")
+    there, _, lines = text[len(begin) :].partition(f"\n{RULE}\n")
     for old, new in ((text[: len(begin)], begin), (lines, log["lines"])):
         if not old.startswith(new) and not new.startswith(old):  # a machine that goes down can leave less
             return None
-    return sources, environment  # without notes of courses whose lines are cut now
+    return (sources, environment) if environment.startswith(there) or len(lines) >= len(log["lines"]) else None
 
 
 class Log:

@@ -41,7 +41,7 @@ class Run:
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.pending: StepReport | None = None  # on a GPU, of a step that is launched and not yet through
         self.faults, self.unsaved, self.locks = [], "", []  # data that fail on this rank; on the first: a failed save, the lock
-        self.at_stop: Callable = lambda: None  # called by all ranks once they have agreed to stop
+        self.at_end: Callable = lambda: ""  # called by all ranks once they are through, or have agreed to stop: what is lost
 
     def __enter__(self) -> Self:
         self.signals.before_end = lambda: self.__exit__(Stopped)
@@ -61,6 +61,7 @@ class Run:
         same = {f"--{x}": value for x, value in dataclasses.asdict(s).items() if x not in ("data", "log_dir")} | shards
         ranks.check_same(same | {x: f"CRC-32 {zlib.crc32(encoded(text)):08x}" for x, text in self.logged.items()})
         if s.resume:
+            there = checkpoints.checkpoints(Path(s.log_dir), "*")
             path, saved = ranks.on_all(checkpoints.find_checkpoint, s.resume, s.log_dir, s.run_id)
             ranks.on_all(checkpoints.check_fits, path, saved, s, shards, manager)
             self.resumed, self.first_step, self.clock.before, run_id = saved, saved["step"], saved["seconds"], saved["run_id"]
@@ -68,10 +69,11 @@ class Run:
         s.run_id = s.run_id or run_id
         self.folder, self.saved_steps = Path(s.log_dir) / s.run_id, saved_steps(s, self.first_step)
         ranks.on_all(lambda: ranks.first and self.locks.append(lock_run(Path(s.log_dir, f"{s.run_id}.lock"), tell)))
+        new = s.resume == checkpoints.LATEST and {*checkpoints.checkpoints(path.parent)} - {*there}
+        ranks.raise_together(RunError(f"run {s.run_id} has saved a checkpoint meanwhile: start again") if new else None)
         ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path, s) if ranks.first else (str,))
-        keep, saves = s.keep_checkpoints, len(self.saved_steps)
-        room = checkpoints.check_room, self.folder, manager.layout(1), ranks.world_size, keep, saves
-        ranks.on_all(*room if ranks.first and s.save_every else (str,))
+        room = checkpoints.check_room, self.folder, manager.layout(1), ranks.world_size, s.keep_checkpoints
+        ranks.on_all(*(*room, len(self.saved_steps)) if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
         header = checkpoints.resumption_note(path, saved, self.logged, facts) if s.resume else log_header(self.logged, facts)
@@ -181,12 +183,12 @@ class Run:
         def write() -> str:
             if bad := checkpoints.non_finite_tensors(state):
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
-            settings, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
-            saved = {"step": step, "seconds": self.clock.before, "run_id": settings.run_id, "log": log, "shards": self.shards}
-            saved |= {"hyperparameters": dataclasses.asdict(settings), "sources": self.logged}
-            saved["course"] = {"tokens": self.tokens_done, **self.manager.ticks(step)}
+            s, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
+            saved = {"step": step, "seconds": self.clock.before, "run_id": s.run_id, "log": log, "shards": self.shards}
+            course = {"tokens": self.tokens_done, **self.manager.ticks(step)}
+            saved |= {"hyperparameters": dataclasses.asdict(s), "sources": self.logged, "course": course, "state": state}
             try:
-                checkpoints.write_checkpoint(path, {**saved, "state": state}, settings.keep_checkpoints)
+                checkpoints.write_checkpoint(path, saved, s.keep_checkpoints)
                 self.unsaved = ""
             except (OSError, MemoryError) as error:
                 self.unsaved = f"no checkpoint of step {step}: {path}: {getattr(error, 'strerror', '') or repr(error)}"
@@ -200,27 +202,28 @@ class Run:
         if not (agreed := self.signals.agreed):
             return
         kept = self._save(step) if self.settings.save_every else "no checkpoint, as --save_every=0"
-        faults = [f"; rank {rank}: {fault[0]}" for rank, fault in enumerate(self.ranks.gather(self.faults)) if fault]
+        faults = [f"rank {rank}: {fault[0]}" for rank, fault in enumerate(self.ranks.gather(self.faults)) if fault]
         name = "bad data" if agreed == FAULT else signal.Signals(agreed).name
-        message = f"stopped by {name} after step:{step}/{self.total}: {kept}{''.join(faults[:1])}"
+        said = "; ".join(filter(None, [kept, *faults[:1], self.at_end()]))
+        message = f"stopped by {name} after step:{step}/{self.total}: {said}"
         self.log.write(message, console=True)
         self.log.close()
-        self.at_stop()
         self.ranks.raise_together(RunError(message) if agreed == FAULT else None)
         raise Stopped(message, 128 + agreed)
 
     def finish(self, sample: Callable[[], str] | None = None) -> None:
-        """A sample, if any, and the log's last line; no rank waits. Raises RunError if a line or checkpoint is lost."""
-        self.signals.in_training = False
+        """The log's last lines, and a sample, if any, which no rank waits for. Raises RunError if something is lost."""
+        self.signals.in_training, lost = False, self.at_end()
+        self.log.write(peak_memory(self.ranks.device), console=True)
         if sample and self.ranks.first:
             try:
                 self.log.write(f"sample, after a prompt from the validation shard:\n{sample()}", console=True)
             except Exception as error:  # the run is through: a shard or an encoding that has gone meanwhile ends no good run
                 self.log.write(f"no sample: {type(error).__name__}: {error}", console=True)
-        self.log.write(peak_memory(self.ranks.device), console=True)
         self.log.close()
-        if lacks := f"{self.log.path} lacks its last lines" if self.log.unwritten else self.unsaved:
-            raise RunError(f"all steps are done, but {lacks}")
+        lacks = f"{self.log.path} lacks its last lines" if self.log.unwritten else self.unsaved
+        if lacks or lost:
+            raise RunError(f"all steps are done, but {' and '.join(filter(None, [lacks, lost]))}")
 
 
 def saved_steps(settings: Any, first: int) -> set[int]:
@@ -235,7 +238,6 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # a group of any size, of which one process is there
 
     s = dataclasses.replace(settings, **{name: False for name in ("compile", "fp8_head") if hasattr(settings, name)})
-    data = script.check_shards(s)
     dim, *sizes = (getattr(s, x, 0) for x in ("model_dim", "bigram_rows", "vocab_size", "max_tokens"))
     large = torch.cuda.is_available() or dim * max(256 * dim, *sizes) > 1 << 24  # numbers: no memory holds every size
     place = torch.device("meta" if large else "cpu")  # meta's import takes longer than to build what is small
@@ -245,6 +247,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
             manager = script.build(s, Ranks(0, world_size, place))
     finally:
         dist.destroy_process_group()
+    data = script.check_shards(s)
     run_id, path, first = s.run_id, None, 0
     if s.resume:
         path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)

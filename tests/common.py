@@ -29,11 +29,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+import data
+import launch
+import runtime
+
+ROOT = Path(__file__).resolve().parent.parent
+for package in (data, launch, runtime):  # beside a script that extract.py wrote lies what a run imports of each; the rest is ours
+    package.__path__.append(str(ROOT / package.__name__))
+
 from bench.kernel_checks import normal
 from launch import start as launcher
 from sample import load_script
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / os.environ.get("SCRIPT", "train_gpt.py")
 train_gpt = sys.modules.get("train_gpt") or load_script(SCRIPT, "train_gpt")
 
@@ -393,7 +400,8 @@ def run_ranks(folder: Path, world_size: int, function: Callable, *args: Any, tim
     """
     context = mp.get_context("forkserver")  # a clean process, which has imported all that ranks need
     context.set_forkserver_preload(["rank_imports"])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):  # it has no sys.path of ours
+    path = os.pathsep.join(path for path in sys.path if path)
+    with patch.dict(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):  # it has no sys.path of ours
         forkserver.ensure_running()
     processes = [
         context.Process(target=_rank_main, args=(rank, world_size, str(folder), function, args), daemon=True)

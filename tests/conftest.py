@@ -10,7 +10,9 @@ import typing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+BESIDE = (ROOT / os.environ.get("SCRIPT", "train_gpt.py")).parent  # the script's files before the project's, as in a run
+FIRST = dict.fromkeys([str(ROOT / "tests"), str(BESIDE), str(ROOT)])
+sys.path[:0] = FIRST
 
 # PyTorch asks for huge pages: the full-size model would be all page faults otherwise.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -39,6 +41,7 @@ def pytest_collection_finish() -> None:
     time of tests that compile, a quarter of finding all."""
     gc.freeze()
     gc.enable()
+    sys.path[:] = dict.fromkeys([*FIRST, *sys.path])  # ranks get it; tools of bench/ put the project first
 
 
 @pytest.fixture(autouse=True)

@@ -125,6 +125,14 @@ def test_tests_that_hang_are_no_answer(project, monkeypatch, capsys):
     assert [number for _, number in killed] == [signal.SIGKILL]
 
 
+def test_tests_that_a_signal_ends_are_no_answer(project, monkeypatch, capsys, tmp_path):
+    choose(monkeypatch, "noticed")
+    (project / "tests" / "small" / "test_double.py").write_text("import os\ndef test_one(): os.kill(os.getpid(), 9)\n")
+    with pytest.raises(InterruptedError, match="test_double.py was ended by SIGKILL"):
+        main(["--no-baseline", "--results", f"{tmp_path / 'results'}"])
+    assert "not noticed" not in capsys.readouterr().err and not (tmp_path / "results").exists()
+
+
 def test_ctrl_c_ends_the_tests_that_run(project, monkeypatch):
     choose(monkeypatch, "hangs")
     here = project.parent / "here"

@@ -17,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import local_text, shards
+import train_gpt
+from common import tiny_settings
+from data import local_text
 from data.local_text import DOCUMENT_BYTES, cut, split
-from data.shards import READERS, DataError, hold_shards, read_shard, without_readers
+from data.shards import READERS, DataError, check_replaced, hold_shards, read_shard, without_readers
 
 SCRIPT = Path(local_text.__file__)
 TEXT = st.text(st.sampled_from("ab é€𝄞\t\r\n\n\n"), max_size=400)
@@ -184,7 +186,7 @@ def test_what_is_ready_serves_where_nothing_can_be_written(
         raise OSError(number, os.strerror(number), f"{path}")
 
     make(monkeypatch, library, tmp_path / "out")
-    monkeypatch.setattr(shards, "open_lock", refuse)
+    monkeypatch.setattr("data.shards.open_lock", refuse)
     make(monkeypatch, library, tmp_path / "out")
     assert "is up to date" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=f"error: .*{os.strerror(number)}: .*out/.readers"):
@@ -499,11 +501,27 @@ def test_a_run_cut_off_at_any_write_is_made_again_by_the_same_command(
     if writes <= NEW_SHARDS + 1:
         left_there = content(tmp_path / "out")
         assert {name: left_there[name] for name in before} == before
+    of_shards = lambda files: {name: data for name, data in files.items() if name.endswith(".bin")}
+    if of_shards(content(tmp_path / "out")) not in (of_shards(before), of_shards(content(tmp_path / "fresh"))):
+        with pytest.raises(DataError, match="out: its shards are of two texts, as their making was cut off: run data/local_text"):
+            check_replaced(tmp_path / "out")
     capsys.readouterr()
     make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "300_000")
     assert "is up to date" not in capsys.readouterr().out
     assert content(tmp_path / "out") == content(tmp_path / "fresh")
     assert not (tmp_path / "out" / ".making").exists()
+
+
+def test_a_run_takes_no_shards_of_two_texts(tmp_path: Path, shards: Path) -> None:
+    """As a making that was killed in the moment of their renaming leaves them; another program's manifest.json says nothing."""
+    folder = shutil.copytree(shards, tmp_path / "data")
+    h = tiny_settings(folder, tmp_path)
+    for manifest in ('{"shards": {"a": 1}}', '{"recipe": null}', "no JSON", '{"recipe": {}, "shards": {}}'):
+        (folder / "manifest.json").write_text(manifest)
+        train_gpt.check_shards(h)
+    (folder / "manifest.json").write_text('{"recipe": null, "shards": {}}')
+    with pytest.raises(DataError, match="data: its shards are of two texts"):
+        train_gpt.check_shards(h)
 
 
 @pytest.mark.parametrize("moment", range(1, 2 * NEW_SHARDS + 2))

@@ -5,6 +5,7 @@ import re
 import resource
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -150,6 +151,40 @@ def test_latest_goes_on_from_where_the_run_went_on(good, shards, tmp_path, capsy
     assert passed_over == [*"87654"]
     found, expected = (read_checkpoint(logs / "run" / END) for logs in (tmp_path / "logs", good))
     assert unequal(found["state"], expected["state"]) == []
+
+
+def test_latest_keeps_to_a_course_that_has_just_been_chosen(good, shards, tmp_path, capsys, monkeypatch):
+    """A run resumed from step 2 is ended before its first step: its log is cut there, so steps 3 to 8 are not its own."""
+    shutil.copytree(good, tmp_path / "logs")
+    arguments = options(shards, tmp_path, save_every=1, keep_checkpoints=99)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train_gpt, "warm_up", Mock(side_effect=KeyboardInterrupt))
+        main([*arguments, f"--resume={tmp_path}/logs/run/step_000002.pt"])
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
+    capsys.readouterr()
+    main([*arguments, "--resume=latest"])
+    assert "resumed at step 2 from" in capsys.readouterr().out
+
+
+def test_a_run_that_saves_while_its_latest_is_read_is_not_cut_back(good, shards, tmp_path, capsys, no_warm_up, monkeypatch):
+    """It ends, as by a signal, before this one holds its lock: its last steps are not thrown away."""
+    shutil.copytree(good, tmp_path / "logs")
+    run = tmp_path / "logs" / "run"
+    for step in (7, 8):
+        (run / f"step_{step:06d}.pt").rename(tmp_path / f"step_{step:06d}.pt")
+    check_fits, log = checkpoints.check_fits, text_of(tmp_path / "logs" / "run.txt")
+
+    def late(*arguments) -> None:
+        check_fits(*arguments)
+        (tmp_path / "step_000007.pt").rename(run / "step_000007.pt")
+
+    arguments = [*options(shards, tmp_path), "--resume=latest"]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "check_fits", late)
+        ends_with(capsys, arguments, "run run has saved a checkpoint meanwhile: start again", 1)
+    assert text_of(tmp_path / "logs" / "run.txt") == log and names(tmp_path / "logs") == ["run", "run.txt"]
+    main(arguments)
+    assert "resumed at step 7 from" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import sample
+import tracer
 import train_gpt
 from common import (
     ROOT, SCRIPT, children, ends_with, exit_code, forked, lines_of, options, started, text_of, tiny_settings, torchrun, unequal,
@@ -348,6 +349,27 @@ def test_a_signal_leaves_what_was_traced(shards, tmp_path, monkeypatch, no_warm_
     assert exit_code(forked(lambda: main(options(shards, tmp_path, trace_steps="1:6")), tmp_path / "output")) == 143
     (rank,) = json.loads((tmp_path / "logs" / "run.trace.json").read_text())["ranks"]
     assert {row[0] for row in rank["rows"]} in ({1, 2, 3}, {1, 2, 3, 4})
+
+
+def test_a_signal_in_the_sample_leaves_the_trace_and_the_logs_last_line(shards, tmp_path, monkeypatch, no_warm_up):
+    monkeypatch.setattr(train_gpt, "sample_text", lambda *_: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))
+    arguments = options(shards, tmp_path, trace_steps="1:6", sample_tokens=9)
+    assert exit_code(forked(lambda: main(arguments), tmp_path / "output")) == 130
+    assert (tmp_path / "logs" / "run.trace.json").exists()
+    assert is_whole(tmp_path / "logs" / "run.txt")
+
+
+def test_a_trace_without_room_is_told_and_the_run_is_through(shards, tmp_path, capsys, no_warm_up, monkeypatch):
+    @contextlib.contextmanager
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    monkeypatch.setattr(tracer, "whole_file", full)
+    message = r"all steps are done, but \S+/run.trace.json: No space left on device: the trace is lost"
+    ends_with(capsys, options(shards, tmp_path, trace_steps="1:3", sample_tokens=9), message, 1)
+    log = tmp_path / "logs" / "run.txt"
+    assert is_whole(log) and "\nsample, after" in log.read_text()
 
 
 def test_of_two_that_resume_at_once_one_goes_on(shards, tmp_path, no_warm_up):

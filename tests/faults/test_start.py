@@ -82,7 +82,7 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "unknown encoding": ("--encoding=klingon", {}, "no encoding is called 'klingon'; there are: bytes, ", 1),
     "no such model": ("--num_heads=3", {}, "num_heads=3: must be even", 1),
     "no checkpoint": ("--resume=/nowhere.pt", {}, "/nowhere.pt: cannot be read: No such file", 1),
-    "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: name a file, or train without --resume", 1),
+    "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: name a file, or omit --resume", 1),
     "escape sequences": ("--resume=x\x1b[2J", {}, r"x\\x1b\[2J: cannot be read: No such file", 1),
     "no folder for the log": ("--log_dir=/dev/null", {}, "/dev/null", 1),
     "an empty checkpoint": ("--resume=", {}, r"argument --resume: is empty: leave the option out, or give a value \(check", 2),
@@ -274,6 +274,16 @@ def test_a_disk_that_is_full_is_named(start, shards, tmp_path, monkeypatch):
     assert lines[-1].endswith(f"error: {said}")
 
 
+@pytest.mark.parametrize("place", ["a file", "a link to nowhere"])
+def test_what_stands_in_the_logs_place_is_named(start, shards, tmp_path, place):
+    if place == "a file":
+        (tmp_path / "logs").touch()
+    else:
+        (tmp_path / "logs").symlink_to(tmp_path / "unmounted" / "logs")
+    code, lines, started = start(*options(shards, tmp_path, save_every=4))
+    assert (code, started) == (1, ()) and re.search(f"{tmp_path}/logs(/run)? is no folder, or a link to one that is not", lines[-1])
+
+
 def test_a_checkpoint_that_does_not_serve_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "warm_up", lambda *_: None)
@@ -335,7 +345,33 @@ def test_a_run_that_goes_on_keeps_the_data_that_it_began_with(start, shards, tmp
     code, lines, _ = start(*more, "--resume=/nowhere.pt")
     assert code == 1 and "/nowhere.pt: cannot be read" in lines[-1] and not (tmp_path / "asked").exists()
     next(data.glob("*_val_*")).unlink()
-    start(*more, "--resume=/nowhere.pt")
+    (tmp_path / "some.pt").touch()
+    start(*more, f"--resume={tmp_path / 'some.pt'}")
+    assert (tmp_path / "asked").exists()
+
+
+BEFORE_DATA = {  # mistakes that need no data
+    "--resume=/nowhere.pt": "/nowhere.pt: cannot be read",
+    "--encoding=gpt7": "no encoding is called 'gpt7'",
+    "--num_heads=3": "num_heads=3: must be even",
+    "--run_id=old": "logs/old.txt is another run's log",
+}
+
+
+@pytest.mark.parametrize("mistake", BEFORE_DATA)
+def test_a_mistake_is_told_before_data_are_made(start, shards, tmp_path, monkeypatch, mistake):
+    """A first download takes minutes; once the data are there, the tool looks at them first."""
+    tool = tmp_path / "tool.py"
+    tool.write_text(f"open({f'{tmp_path}/asked'!r}, 'w')")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "old.txt").write_text("mine")
+    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    monkeypatch.setattr(launcher, "MAKERS", {"data/local": f"{tool}"})
+    monkeypatch.setattr(launcher, "find_script", lambda given: (SCRIPT, given))
+    more = [option for option in options(shards, tmp_path) if not option.startswith("--data")]
+    code, lines, _ = start(*more, *mistake.split())
+    assert code == 1 and BEFORE_DATA[mistake] in lines[-1] and not (tmp_path / "asked").exists(), lines
+    start(*more)
     assert (tmp_path / "asked").exists()
 
 

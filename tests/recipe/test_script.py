@@ -8,22 +8,26 @@ from pathlib import Path
 import pytest
 
 import bench.communication
+import cpu
 import train_gpt
 from common import ROOT, SCRIPT
 
 
-def seen(rank: int = 0, world_size: int = 1) -> tuple[str, str, bool]:
-    """The script's file, its marker, and whether the project's other modules have the same one."""
-    return train_gpt.__file__, getattr(train_gpt, "MARKER", ""), bench.communication.train_gpt is train_gpt
+def seen(rank: int = 0, world_size: int = 1) -> tuple[str, str, str, bool]:
+    """The script's file, its marker and its cpu.py's, and whether the project's other modules have the same script."""
+    marks = (getattr(module, "MARKER", "") for module in (train_gpt, cpu))
+    return train_gpt.__file__, *marks, bench.communication.train_gpt is train_gpt
 
 
 def test_every_process_tests_the_same_script(run_ranks) -> None:
-    assert [seen(), *run_ranks(2, seen)] == [(str(SCRIPT), os.environ.get("MARKER", ""), True)] * 3
+    mark = os.environ.get("MARKER", "")
+    assert [seen(), *run_ranks(2, seen)] == [(str(SCRIPT), mark, mark, True)] * 3
 
 
-def test_script_may_be_an_idea(tmp_path: Path) -> None:
+def test_script_may_be_an_idea_with_files_beside_it(tmp_path: Path) -> None:
     idea = tmp_path / "idea.py"
-    idea.write_text(SCRIPT.read_text() + "\nMARKER = 'an idea'\n")
+    for path, source in ((idea, SCRIPT), (tmp_path / "cpu.py", ROOT / "cpu.py")):
+        path.write_text(source.read_text() + "\nMARKER = 'an idea'\n")
     test = f"{__file__}::{test_every_process_tests_the_same_script.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", test]
     environment = {**os.environ, "SCRIPT": f"{idea}", "MARKER": "an idea"}

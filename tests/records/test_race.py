@@ -172,6 +172,18 @@ def test_every_source_of_a_run_is_watched(tmp_path):
     assert len(imported) > 20 and imported <= race.sources([ROOT / "train_gpt.py"]).keys()
 
 
+def test_what_no_run_can_import_is_not_watched(tmp_path):
+    """As the link that Emacs makes for a file with unsaved edits."""
+    script, own = tmp_path / "my-idea.py", tmp_path / "own.py"
+    for path in (script, own):
+        path.touch()
+    for name in (".#own.py", "gone.py"):
+        (tmp_path / name).symlink_to("user@host.1234:5")
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe.py")
+    assert [path for path in race.sources([script]) if path.startswith(f"{tmp_path}")] == [f"{script}", f"{own}"]
+
+
 @pytest.mark.parametrize(
     "what", ["source", "module", "package", "option", "foreign log", "logs without a race", "broken notes"]
 )

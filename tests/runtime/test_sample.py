@@ -50,6 +50,17 @@ def test_other_source_than_the_checkpoints_is_told(logs, tmp_path, capsys):
         assert capsys.readouterr().err == said
 
 
+def test_a_model_of_another_size_is_refused_with_the_hint(logs, tmp_path, capsys):
+    """As of a copy with more layers."""
+    saved = read_checkpoint(logs / "run" / "step_000008.pt")
+    saved["state"]["same"]["parameters"]["attn"] = saved["state"]["same"]["parameters"]["attn"][1:]
+    deep = tmp_path / "deep" / "step_000008.pt"
+    write_checkpoint(deep, saved | {"sources": {"ideas/deep.py": "x = 1\n", **saved["sources"]}, "run_id": "deep"}, keep=1)
+    with pytest.raises(SystemExit) as ended:
+        sample.main([f"{deep}", "def ", "--tokens=2", f"--script={SCRIPT}"])
+    assert ended.value.code == 1 and "if that makes another model, name it by --script\n" in capsys.readouterr().err
+
+
 def test_a_prompt_of_any_bytes_is_one(logs, capsys):
     """As a terminal of another encoding gives it."""
     prompt = os.fsdecode(b"caf\xe9")
@@ -200,7 +211,7 @@ def trained(shards, tmp_path_factory):
 def test_a_run_ends_with_three_texts_that_are_mostly_not_blank(trained, shards):
     """Python source is a quarter blanks, in runs: a text of the likeliest tokens alone falls into one and stays there."""
     _, _, said = trained.partition("sample, after a prompt from the validation shard:\n")
-    texts = re.split(r"(?:^|\n\n)\[\d\] ", said.partition("\npeak memory")[0])[1:]
+    texts = re.split(r"(?:^|\n\n)\[\d\] ", said.removesuffix("\n"))[1:]
     prompts = ["".join(map(chr, x[1:])) for x in first_documents(f"{shards}", 256, 65, 3)]
     assert len(texts) == len(prompts) == 3
     for text, prompt in zip(texts, prompts):
