@@ -102,14 +102,12 @@ class Tracer:
 
     def write(self, found: dict[str, Any]) -> str:
         """What was gathered, into a file, by the first rank; without a traced step what is there stays. Says if it is lost."""
-        if not found or not self.ranks.first:
-            return ""
-        if not any(rank["rows"] for rank in found["ranks"]):
+        if found and self.ranks.first and any(rank["rows"] for rank in found["ranks"]):
+            try:
+                with whole_file(self.path) as file:
+                    file.write(json.dumps(found).encode())
+            except OSError as error:
+                return f"{self.path}: {error.strerror}: the trace is lost"
+        elif found and self.ranks.first:
             tell(f"no trace: this run made no step of --trace_steps={self.steps.start}:{self.steps.stop}")
-            return ""
-        try:
-            with whole_file(self.path) as file:
-                file.write(json.dumps(found).encode())
-        except OSError as error:
-            return f"{self.path}: {error.strerror}: the trace is lost"
         return ""

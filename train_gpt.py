@@ -132,6 +132,7 @@ class Hyperparameters:
         """Raise ValueError, with what to do, if these settings cannot run on world_size ranks."""
         check_values(self)
         check_tables()
+        check_encoding(self.encoding)
         steps_of(self.trace_steps)
         m, unit, longest, vocab = self.micro_batches, self.batch_unit, self.max_tokens, self.vocab_size
         stages = enumerate((*STAGES, EXTENSION), 1)
@@ -1184,7 +1185,6 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
 
 def check_shards(h: Hyperparameters) -> DataFacts:
     """Raise DataError if the shards cannot feed the schedule or the validation: now, not at step 1700."""
-    check_encoding(h.encoding)
     tokens = lambda step: step_schedule(step, h).batch_tokens
     val = dict(val_tokens=h.val_tokens, val_batch_tokens=h.val_batch_tokens)
     return check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, **val, **h.stream)

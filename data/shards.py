@@ -219,12 +219,6 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def reason(error: OSError) -> str:
-    """Why a folder cannot be made or written to."""
-    no_folder = isinstance(error, FileExistsError | NotADirectoryError) and error.filename
-    return f"{error.filename} is no folder, or a link to one that is not there" if no_folder else f"{error.strerror}"
-
-
 def drop_leftovers(folder: Path, pattern: str) -> None:
     """Delete what killed processes have left of whole_file's files, in a folder that none but this one writes to."""
     for path in folder.glob(pattern):

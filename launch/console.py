@@ -192,6 +192,12 @@ def tell(message: str) -> None:
     console(printable(f"{Path(sys.argv[0]).name}: {message}"), "stderr")
 
 
+def reason(error: OSError) -> str:
+    """Why a folder cannot be made or written to."""
+    no_folder = isinstance(error, FileExistsError | NotADirectoryError) and error.filename
+    return f"{error.filename} is no folder, or a link to one that is not there" if no_folder else f"{error.strerror}"
+
+
 def printable(text: str) -> str:
     """Control characters but line breaks and tabs as escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.util
+import itertools
 import re
 import resource
 import shutil
@@ -189,6 +190,9 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     Raises LaunchError."""
     named = bool(given) and given[0].endswith(".py") and not given[0].startswith("-")
     first, options = (given[0], given[1:]) if named else (f"{ROOT / 'train_gpt.py'}", given)
+    for before, late in itertools.pairwise(["", *options]):  # the value of an option before it, it may be
+        if late.endswith(".py") and not late.startswith("-") and ("=" in before or not before.startswith("-")):
+            raise LaunchError(f"{late} comes after {before or first}: one script, before all options", 2)
     path = next((path for folder in (Path.cwd(), ROOT) if (path := folder / first).is_file()), None)
     if path is None:
         places = " or ".join(dict.fromkeys((f"{Path.cwd()}", f"{ROOT}")))
@@ -267,7 +271,8 @@ def process_age() -> float:
 
 
 def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[int, list[str]]:
-    """The number of ranks, and their options, once one process finds nothing wrong. Makes or fetches a preset's own data.
+    """The number of ranks, and their options, once one process finds nothing wrong. Makes or fetches a preset's own data, for
+    minutes: a new run's after all else but memory, a resumed run's once its checkpoint is found.
 
     A script without settings, or older than check_start, as the demo's first record, is started unchecked.
     Raises SystemExit for options that are none; LaunchError, ValueError, OSError; CalledProcessError if there are no data.
@@ -294,14 +299,20 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         drop_stale_caches(getattr(script.SOURCES, "contents", ()))
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)  # here: DETAIL knows no group of one process
     own = None if is_given("data", options) else s.data
-    there = bool(own) and has_shards(ROOT / own)
+    kept = bool(s.resume) and own == TEXT and has_shards(ROOT / own)  # it goes on with those that it began with
     options = options + project_paths(s, options)
-    if own in MAKERS and not there:
-        check_without_data(run, script, s, ranks)
-    if own in MAKERS and not (s.resume and own == TEXT and there):  # it goes on with those that it began with
-        make_data(MAKERS[own])
     begun = time.monotonic()
-    state = run.check_start(script, s, ranks)
+
+    def check_shards(settings: Any) -> Any:
+        nonlocal begun
+        if own in MAKERS and not kept:
+            begun += make_data(MAKERS[own])
+        data = script.check_shards(settings)
+        for gap in gaps(data.shards):
+            console(gap)
+        return data
+
+    state = run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards}), s, ranks)
     work = TOKEN_MEMORY * getattr(s, "max_tokens", 0) * getattr(s, "model_dim", 0)
     if not gpus:
         check_memory(ranks, RANK_MEMORY + state + work)
@@ -310,24 +321,13 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     return ranks, options
 
 
-def check_without_data(run: ModuleType, script: ModuleType, s: Any, ranks: int) -> None:
-    """What needs no data, before they are made or fetched: minutes. Raises ValueError, OSError."""
-    if hasattr(script, "check_encoding"):
-        script.check_encoding(s.encoding)
-    if s.resume and not os.path.exists(s.resume):  # nor is "latest"
-        importlib.import_module("runtime.checkpoints").find_checkpoint(s.resume, s.log_dir, s.run_id)
-    if s.run_id and not s.resume:
-        importlib.import_module("launch.sources").check_unused(Path(s.log_dir, f"{s.run_id}.txt"), None, s)
-    with contextlib.suppress(NoDataError):
-        run.check_start(SimpleNamespace(**vars(script) | {"check_shards": no_data_yet}), s, ranks)
-
-
-class NoDataError(Exception):
-    """Where check_start would look at data that are still to be made."""
-
-
-def no_data_yet(_: Any) -> None:
-    raise NoDataError
+def gaps(shards: dict[str, str]) -> Iterator[str]:
+    """A line for each two shards that the run trains on between which one is not there: no fault, but seldom meant."""
+    read = [name for name, text in shards.items() if "CRC-32" in text]
+    numbered = sorted(match.groups() for name in read if (match := re.fullmatch(r"(.*_train_)(\d+)\.bin", name)))
+    for (prefix, before), (other, after) in itertools.pairwise(numbered):
+        if prefix == other and int(after) > int(before) + 1:
+            yield f"data: {prefix}{after}.bin follows {prefix}{before}.bin: what lay between is not trained on"
 
 
 def check_plain(settings: type, presets: dict[str, dict]) -> None:
@@ -366,8 +366,9 @@ def has_shards(folder: Path) -> bool:
     return all(any(folder.glob(f"*_{split}_*.bin")) for split in ("train", "val"))
 
 
-def make_data(tool: str) -> None:
-    """Run the tool that makes a preset's data, or finds them made. Raises CalledProcessError; the tool says why."""
+def make_data(tool: str) -> float:
+    """Run the tool that makes a preset's data, or finds them made: how many seconds it took. Raises CalledProcessError; the tool
+    says why."""
     begun = time.monotonic()
     console(f"data: {tool}")
     command = [sys.executable, "-u", f"{ROOT / tool}"]
@@ -381,6 +382,7 @@ def make_data(tool: str) -> None:
     if making.returncode:
         raise subprocess.CalledProcessError(making.returncode, command)
     show("data: ready", begun)
+    return time.monotonic() - begun
 
 
 def project_paths(s: Any, options: list[str]) -> list[str]:

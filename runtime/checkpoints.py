@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.shards import drop_leftovers, reason, whole_file
-from launch.console import tell
+from data.shards import drop_leftovers, whole_file
+from launch.console import reason, tell
 from launch.sources import source_diff
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
@@ -155,10 +155,9 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
             file.write(b"probe")
     except OSError as error:  # a full disk names no file
         raise OSError(f"{folder}: cannot be written: {reason(error)}: make room, or give another --log_dir") from error
-    there, free = len(checkpoints(folder)), shutil.disk_usage(folder).free
-    files = max(1, min(keep + 1, there + saves) - there)  # each with its log: 1 MiB
+    files = max(1, min(saves, keep + 1 - len(checkpoints(folder))))  # each with its log: 1 MiB
     each = (x.nbytes * (ranks if name.startswith("partial.") else 1) for name, x in leaves(layout) if isinstance(x, Tensor))
-    if (size := files * (2**20 + sum(each))) > free:
+    if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free):
         need = f"{files} checkpoints need {size:,} bytes, {free:,} are free"
         raise OSError(f"{folder}: {need}: make room or lower --keep_checkpoints")
 

@@ -234,7 +234,7 @@ def saved_steps(settings: Any, first: int) -> set[int]:
 
 def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
     """Raise ValueError or OSError for what one process can know before the ranks start; they check it again, together.
-    script: with build and check_shards. settings: checked. Returns the bytes of a rank's weights, gradients and optimizer."""
+    script: with build, and check_shards, called last for a new run. settings: checked. Returns the bytes of a rank's state."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # a group of any size, of which one process is there
 
     s = dataclasses.replace(settings, **{name: False for name in ("compile", "fp8_head") if hasattr(settings, name)})
@@ -247,14 +247,15 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
             manager = script.build(s, Ranks(0, world_size, place))
     finally:
         dist.destroy_process_group()
-    data = script.check_shards(s)
     run_id, path, first = s.run_id, None, 0
     if s.resume:
         path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)
-        checkpoints.check_fits(path, saved, settings, data.shards, manager)
+        checkpoints.check_fits(path, saved, settings, script.check_shards(s).shards, manager)
         run_id, first = run_id or saved["run_id"], saved["step"]
     if run_id:
         check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s)
     folder, state, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0), manager.layout(1)
     checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, len(saved_steps(s, first)))
+    if not s.resume:
+        script.check_shards(s)
     return sum(x.nbytes for y in (state, state["same"]["parameters"]) for _, x in checkpoints.leaves(y) if torch.is_tensor(x))

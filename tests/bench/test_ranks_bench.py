@@ -31,6 +31,12 @@ def test_what_are_no_numbers_of_ranks_is_one_message(monkeypatch: pytest.MonkeyP
     assert exit_.value.code == 2 and f"argument --world_sizes: invalid numbers value: {text!r}" in capsys.readouterr().err
 
 
+def test_sizes_of_which_there_is_no_model_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["communication.py", "--model_dim=100"])
+    with pytest.raises(SystemExit, match=r"^communication\.py: error: model_dim=100 is not num_heads"):
+        communication.main()
+
+
 @pytest.mark.parametrize("dtype, averages", [("bfloat16", False), ("float32", False), ("bfloat16", True), ("float32", True)])
 def test_state_on_one_rank_is_as_large_as_the_table_says(dtype: str, averages: bool) -> None:
     chosen = ["--preset=demo", f"--dtype={dtype}", f"--tail_averages={averages}"]

@@ -25,6 +25,7 @@ import train_gpt
 from common import (
     HAS_TRITON, ROOT, SCRIPT, Forked, children, copy_project, exit_code, forked, options, started, text_of, wait_until,
 )  # fmt: skip
+from data.shards import read_shard, shard_name, write_shard
 from launch import environment
 from launch import start as launcher
 from launch.start import Ranks
@@ -73,6 +74,7 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "nearly an option": ("--val_evry=2 -seed=1", {},
                          r"unrecognized arguments: --val_evry=2 -seed=1 \(did you mean --val_every and --seed\?\)$", 2),
     "wrong type": ("--seed=first", {}, "argument --seed: invalid int value: 'first'", 2),
+    "a second script": ("idea.py", {}, r"idea\.py comes after --.*: one script, before all options", 2),
     "no value": ("--seed", {}, "argument --seed: expected one argument", 2),
     "unknown preset": ("--preset=laptop", {}, "argument --preset: invalid choice: 'laptop'", 2),
     "out of range": ("--val_every=-1", {}, "--val_every=-1: must be 0 or more", 1),
@@ -342,12 +344,25 @@ def test_a_run_that_goes_on_keeps_the_data_that_it_began_with(start, shards, tmp
     monkeypatch.setattr(launcher, "MAKERS", {"data/local": f"{tool}"})
     monkeypatch.setattr(launcher, "find_script", lambda given: (SCRIPT, given))
     more = [option for option in options(shards, tmp_path) if not option.startswith("--data")]
-    code, lines, _ = start(*more, "--resume=/nowhere.pt")
-    assert code == 1 and "/nowhere.pt: cannot be read" in lines[-1] and not (tmp_path / "asked").exists()
+    monkeypatch.setattr(checkpoints, "find_checkpoint", lambda *_: (tmp_path / "some.pt", {}))
+    code, lines, _ = start(*more, "--resume=some.pt")
+    assert code == 1 and "some.pt cannot be resumed" in lines[-1] and not (tmp_path / "asked").exists(), lines
     next(data.glob("*_val_*")).unlink()
-    (tmp_path / "some.pt").touch()
-    start(*more, f"--resume={tmp_path / 'some.pt'}")
+    start(*more, "--resume=some.pt")
     assert (tmp_path / "asked").exists()
+
+
+def test_a_shard_that_is_not_there_between_others_is_told(start, shards, tmp_path):
+    """It trained on what was left of a copy cut short, in silence."""
+    tokens = read_shard(shards / "local_train_000000.bin")
+    for number, part in {0: tokens[:1000], 1: tokens[1000:2000], 3: tokens[3000:]}.items():
+        write_shard(tmp_path / shard_name("local", "train", number), part)
+    shutil.copy(shards / "local_val_000000.bin", tmp_path)
+    code, lines, started = start(*options(shards, tmp_path), f"--data={tmp_path}")
+    told = "data: local_train_000003.bin follows local_train_000001.bin: what lay between is not trained on"
+    assert code == 0 and started and lines.count(told) == 1, lines
+    os.rename(tmp_path / shard_name("local", "train", 3), tmp_path / shard_name("local", "train", 2))
+    assert not [line for line in start(*options(shards, tmp_path), f"--data={tmp_path}")[1] if " follows " in line]
 
 
 BEFORE_DATA = {  # mistakes that need no data
@@ -355,6 +370,7 @@ BEFORE_DATA = {  # mistakes that need no data
     "--encoding=gpt7": "no encoding is called 'gpt7'",
     "--num_heads=3": "num_heads=3: must be even",
     "--run_id=old": "logs/old.txt is another run's log",
+    "--log_dir=/proc/logs": "/proc/logs: cannot be written",
 }
 
 

@@ -54,6 +54,16 @@ def shown(arguments, width):
     return console.file.getvalue()
 
 
+def test_a_users_settings_change_neither_table_nor_picture(two_groups, tmp_path):
+    """Markdown on a pipe where a shell asks for colours; a picture without LaTeX, to which a name may be no text."""
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    environment = {**os.environ, "FORCE_COLOR": "1", "MPLCONFIGDIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "records" / "compare.py"), *two_groups, "--plot", str(tmp_path / "a_$b.png")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and "| a " in done.stdout and "\x1b" not in done.stdout
+    assert (tmp_path / "a_$b.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("width", [80, 95, 130])
 def test_every_name_and_figure_is_shown_at_any_width(two_groups, tmp_path, width):
     long = write_runs(tmp_path / "2026-01-31_an_idea_of_some_length", [70_500, 71_500], [3.2752, 3.2771], script=b"x = 3\n")

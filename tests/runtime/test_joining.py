@@ -185,6 +185,7 @@ def test_ranks_that_found_another_thing_than_the_first_are_named(agreed):
 # -----------------------------------------------------------------------------
 # Runs that no rank may wait in
 
+
 def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
     """Each rank looks into a folder of its own, as on nodes with disks of their own."""
     lonely = tmp_path / "node1"
