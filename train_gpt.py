@@ -213,7 +213,7 @@ class ParamConfig:
         return x
 
     def initial_state(self, rows: Tensor) -> dict[str, Tensor | int]:
-        """Of one rank's rows: tensors of as many rows, and numbers."""
+        """Of one rank's rows: tensors of as many rows, and numbers, the same on all ranks."""
         return {}
 
     def constants(self, rows: Tensor, first: int) -> dict[str, Tensor]:
@@ -1147,16 +1147,17 @@ class TrainingManager:
         self.yarn_window = same["yarn_window"]
 
     def live_tensors(self) -> dict[str, dict[str, Tensor]]:
-        params, gradients = self.optimizer.params.items(), self.optimizer.gradients()
-        return {"weights": {label: param.data for label, param in params}, "gradients": gradients}
+        weights = {label: param.data for label, param in self.optimizer.params.items()}
+        return {"weights": weights, "gradients": self.optimizer.gradients(), "buffers": dict(self.model.named_buffers())}
 
     def contradictions(self, state: dict[str, Any], step: int) -> list[str]:
         """What a state of the right layout cannot hold at the start of `step`: the value and the rule."""
         same, tied, faults = state["same"], step <= self.split_step, []
         if same["tied"] != tied:
             faults.append(f"same.tied is {same['tied']}, must be {tied} at step {step}")
-        if same["yarn_window"] not in self.windows:
-            faults.append(f"same.yarn_window is {same['yarn_window']}, must be one of {self.windows}")
+        due = {f"{step_schedule(at, self.h).yarn_window}" for at in (max(0, step - 1), step)}  # before or after its validation
+        if f"{same['yarn_window']}" not in due:
+            faults.append(f"same.yarn_window is {same['yarn_window']}, must be {' or '.join(sorted(due))} at step {step}")
         counts = {label: values.get("step", 0) for label, values in {**same["optimizer"], **state["sharded"]}.items()}
         return faults + [f"the step of {label} is {n}, must be 0 or more" for label, n in counts.items() if n < 0]
 
@@ -1167,6 +1168,7 @@ class TrainingManager:
 
 def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
     """The model with its first weights, the same on every rank and device, in its manager."""
+    seed_random(h.seed)
     torch.manual_seed(h.seed)
     sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, h.max_tokens)
     options = dict(bigram_rows=h.bigram_rows, attention_scale=h.attention_scale)

@@ -509,7 +509,7 @@ def run_child(script: Path, options: argparse.Namespace) -> dict:
     if not script.is_file():
         raise ScriptError(f"there is no script {script}")
     if script.suffix == ".json":
-        return json.loads(script.read_text())[0]
+        return json.loads(script.read_text(encoding="utf-8"))[0]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "found.json")
         command = [sys.executable, __file__, str(script), f"--child={result}", f"--tokens={','.join(map(str, options.tokens))}"]
@@ -522,7 +522,7 @@ def run_child(script: Path, options: argparse.Namespace) -> dict:
         done = run_to_end(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if done.returncode or not result.exists():
             raise ScriptError(f"{script}: {_last_error(done.stderr)}")
-        return json.loads(result.read_text())
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def _last_error(text: str) -> str:

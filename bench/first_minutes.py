@@ -49,8 +49,7 @@ def phases(lines: list[tuple[float, str]]) -> list[tuple[str, float]]:
 def run(folder: Path, steps: int, environment: dict[str, str]) -> list[tuple[float, str]]:
     begun, lines = time.monotonic(), []
     command = [f"{folder / 'run.sh'}", f"--num_scheduled_iterations={steps}", "--num_extension_iterations=0"]
-    started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace")
-    with ended_with_block(started) as process:
+    with ended_with_block(command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         lines += [(time.monotonic() - begun, line) for line in process.stdout]
         process.communicate()
     if process.returncode:
@@ -67,7 +66,8 @@ def main(argv: list[str] | None = None) -> None:
     path = os.environ["PATH"] if args.fresh else active + os.environ["PATH"]
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
-        run_to_end(["git", "clone", "--quiet", f"{ROOT}", f"{folder}/bankrun"]).check_returncode()
+        if run_to_end(["git", "clone", "--quiet", f"{ROOT}", f"{folder}/bankrun"]).returncode:
+            raise SystemExit(f"first_minutes.py: error: git cannot clone {ROOT}: clone the project, this measures what a clone does")
         rows = [("clone", time.monotonic() - begun)]
         rows += phases(run(Path(folder, "bankrun"), args.steps, {**os.environ, "PATH": path, "RANKS": "2"}))
     print("| phase | s |\n|---|---|")

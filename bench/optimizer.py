@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.communication import markdown
 from bench.settings import trainer_settings
 from cpu import use_cpu
+from launch.console import until_reader_leaves
 from runtime.log import Clock
 from runtime.ranks import Ranks, join_ranks
 from train_gpt import NorMuonAndAdam, TrainingManager, build
@@ -136,4 +137,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with until_reader_leaves():
+        main()

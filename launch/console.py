@@ -137,7 +137,11 @@ def user_path(text: str) -> Path:
 
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """For what a tool prints, which may be more than its reader wants: `| head` is no fault, a full disk is one."""
+    """For what a tool prints, which may be more than its reader wants, or hold what its encoding lacks: `| head` and LC_ALL=C are
+    no fault, a full disk is one."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", "") in ("strict", "surrogateescape"):  # the second: LC_ALL=C's
+            stream.reconfigure(errors="backslashreplace")
     try:
         yield
         sys.stdout.flush()
@@ -152,6 +156,9 @@ def ended_by_signals() -> Iterator[None]:
     heeded = [x for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
 
     def interrupt(number: int, _: Any) -> None:
+        if _late is not None:
+            _late.append(number)
+            return
         for other in heeded:
             signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
         raise KeyboardInterrupt(number)
@@ -164,10 +171,23 @@ def ended_by_signals() -> Iterator[None]:
         sys.exit(128 + interrupted.args[0])
 
 
+_late: list[int] | None = None  # the signals while a child starts: heard once it can be ended
+
+
 @contextlib.contextmanager
-def ended_with_block(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+def ended_with_block(command: list, **options: Any) -> Iterator[subprocess.Popen]:
     """A child that an error in the block ends, and waits for: by SIGTERM, which a launcher hands on to its ranks."""
+    global _late
+    _late = []
     try:
+        process = subprocess.Popen(command, **options)
+    except BaseException:
+        _late = None
+        raise
+    try:
+        late, _late = _late, None
+        for number in late[:1]:
+            signal.raise_signal(number)
         yield process
     except BaseException:
         process.terminate()
@@ -177,7 +197,7 @@ def ended_with_block(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
 
 def run_to_end(command: list, timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess:
     """subprocess.run, which kills the child alone, but as ended_with_block ends it."""
-    with ended_with_block(subprocess.Popen(command, **options)) as process:
+    with ended_with_block(command, **options) as process:
         out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

@@ -14,11 +14,14 @@ import torch
 
 from launch.console import RunError, encoded
 
-# What PyTorch and its libraries read of the environment and compute otherwise by; threads are told with the CPU.
+# What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
+# the CPU. Not torchrun's own variables, nor what launch/__init__.py sets.
 VARIABLES = re.compile(
-    r"(TORCH(INDUCTOR|DYNAMO|_COMPILE|_ALLOW_TF32|_NCCL)|PYTORCH|NVIDIA_TF32|CUBLAS|NCCL|TRITON|MKL|ONEDNN|DNNL|ATEN)_\w+"
-    r"|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS)"
+    r"(TORCH(?!ELASTIC)|PYTORCH_|NVIDIA_TF32_|CUBLAS|CUDNN|NCCL_|GLOO_|TRITON_|MKL_|ONEDNN_|DNNL_|OPENBLAS_|ATEN_|KMP_)\w+"
+    r"|GOMP_\w+|OMP_(?!NUM_THREADS$)\w+|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)"
+    r"|PYTHON(MALLOC|DEVMODE|TRACEMALLOC|OPTIMIZE|_GIL|_JIT)|(MALLOC|GLIBC)_\w+|LD_PRELOAD"
 )
+OURS = {"OMP_WAIT_POLICY": "passive"}
 
 
 def machine_facts(device: torch.device, world_size: int) -> list[str]:
@@ -31,8 +34,10 @@ def machine_facts(device: torch.device, world_size: int) -> list[str]:
     if device.type == "cuda":
         devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]
     versions = f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__ if triton else 'none'}"
-    set_here = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name) and "/" not in value}
-    variables = ["variables: " + ", ".join(f"{name}={value!a}" for name, value in set_here.items())] if set_here else []
+    given = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name) and value != OURS.get(name)}
+    given |= {"LD_PRELOAD": re.sub(r"[^\s:]*/", "", given["LD_PRELOAD"])} if "LD_PRELOAD" in given else {}
+    set_here = ", ".join(f"{name}={value!a}" for name, value in given.items() if "/" not in value)  # no path
+    variables = ["variables: " + set_here] if set_here else []
     return [f"Python {sys.version}", versions, f"{platform.platform()}, {world_size} ranks", *devices, *variables]
 
 
@@ -47,6 +52,25 @@ def seed_random(*numbers: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
+
+
+def checksum(octets: bytes | numpy.ndarray) -> str:
+    return f"CRC-32 {zlib.crc32(octets):08x}"
+
+
+def checksums(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """By "kind of name", a CRC-32 of each tensor's bytes: 1 s for 1 GB."""
+    octets = {name: x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, x in tensors.items()}
+    return {f"{kind} of {name}": checksum(x) for name, x in octets.items()}
+
+
+def check_unchanged(first: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError, naming them, for a model's buffers that its passes have changed, and its restored state has not changed
+    back. first: their checksums."""
+    now = checksums("the first buffers", tensors)
+    if changed := ", ".join(x.partition(" of ")[2] for x in now if now[x] != first.get(x)):
+        fault = f"the forward pass changes {changed}: neither a checkpoint nor another rank knows of a buffer"
+        raise ValueError(f"{fault}: make it a parameter, with a rule of its own")
 
 
 def peak_memory(device: torch.device) -> str:

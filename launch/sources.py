@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import cache_from_source, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Sources:
             except OSError:  # what cannot be read cannot be imported
                 if path == self.path:
                     raise
-        self.stems = {*map(stem, self.contents)}
+        self.stems = {*map(stem, (*self.contents, *self.path.parent.glob("*.py")))}
         self.script = self._name(self.path)  # its path in the project, or its file's name
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
         self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
@@ -41,7 +42,8 @@ class Sources:
 
     def imported(self) -> dict[str, str]:
         """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported.
-        Raises ValueError for what a log cannot hold: bytes that are no UTF-8, two files of one path."""
+        Raises ValueError for what a log cannot hold: bytes that are no UTF-8, two files of one path, a path that extract.py
+        would not write."""
         files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
         self.paths |= {file: self._ours(file) for file in files - self.paths.keys()}
         loaded = {*filter(None, map(self.paths.get, files))}
@@ -57,18 +59,35 @@ class Sources:
         for path in (self.path, *sorted(ours - {self.path})):
             if (other := named.setdefault(self._name(path), path)) != path:
                 raise ValueError(f"{other} and {path} both take part, and a log has one {self._name(path)}: rename one")
+            name = self._name(path)
+            if not name.isprintable() or "\\" in name or len(name) > 200:  # extract.py's rules
+                raise ValueError(f"{name!a:.210}: a name of over 200 characters, or with \\ or control characters: rename it")
         return {name: self._text(path) for name, path in named.items()}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """For Python's imports, as the first finder: of a file that has been edited since, what it was."""
+        """For Python's imports, as the first finder: of a file that has since been edited, has gone, or is hidden by one that has
+        come, what it was; of one that came to its place after its compiled form had, what it is."""
         if name.rpartition(".")[2] not in self.stems:  # nearly all
             return None
         spec = PathFinder.find_spec(name, path, target)
+        then = self._at_start(name)
+        if then and (not (spec and spec.origin) or self._ours(spec.origin) and not {*places(spec.origin)} & self.contents.keys()):
+            folder = [f"{then.parent}"] if then.name == "__init__.py" else None
+            loader = AsRead(name, f"{then}", self.contents[then])
+            return spec_from_file_location(name, then, loader=loader, submodule_search_locations=folder)
         for file in places(spec.origin) if spec and isinstance(spec.loader, SourceFileLoader) else ():
-            if file in self.contents and file.read_bytes() != self.contents[file]:
-                spec.loader = AsRead(spec.loader.name, spec.loader.path, self.contents[file])
+            now = file.read_bytes()
+            held = self.contents.get(file, now if file.parent == self.path.parent else None)
+            if held is not None and (held != now or is_stale(file)):
+                spec.loader = AsRead(spec.loader.name, spec.loader.path, held)
                 return spec
         return None
+
+    def _at_start(self, name: str) -> Path | None:
+        """Where a module lay when the process began, if it was read then."""
+        folder = Path(*name.split("."))
+        files = (at / x for at in (self.path.parent, ROOT) for x in (folder / "__init__.py", folder.with_suffix(".py")))
+        return next((x for x in files if x in self.contents), None)
 
     def _named_in(self, path: Path, is_loaded: bool) -> set[Path]:
         """Our files that a file's import statements name, also within functions: those are imported once a step calls them.
@@ -120,6 +139,14 @@ class Sources:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
 
 
+def is_stale(source: Path) -> bool:
+    """May its compiled form be another's? See drop_stale_caches of start.py."""
+    try:
+        return os.stat(cache_from_source(source)).st_mtime_ns <= os.stat(source).st_ctime_ns
+    except OSError:  # there is none
+        return False
+
+
 def stem(path: Path) -> str:
     """The last part of the name of the module that lies there."""
     return path.parent.name if path.stem == "__init__" else path.stem
@@ -164,14 +191,16 @@ def places(file: str) -> Iterator[Path]:
     yield path.resolve()
 
 
-def source_diff(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Lines of the differences between what two processes imported; of the scripts, which come first, whatever their names."""
+def source_changes(then: dict[str, str], now: dict[str, str]) -> tuple[str, list[str]]:
+    """Whether two processes imported the same, in words, and the lines of their differences; of the scripts, which come first,
+    whatever their names."""
     then, now = ({name if i else "script": texts[name] for i, name in enumerate(texts)} for texts in (then, now))
     diff = []
     for name in dict.fromkeys((*then, *now)):
         lines = (texts.get(name, "").splitlines() for texts in (then, now))
         diff += difflib.unified_diff(*lines, f"{name} before", f"{name} now", n=1, lineterm="")
-    return diff
+    changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
+    return f"with changed source, {changed} lines of difference" if diff else "with the same source", diff
 
 
 def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -> None:

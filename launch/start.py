@@ -239,6 +239,11 @@ def load(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (ValueError, OSError, subprocess.CalledProcessError):  # which are messages where this file's own code raises them
         raise SystemExit(traceback.format_exc().rstrip()) from None
+    except ModuleNotFoundError as error:
+        package = path.parent / f"{error.name}".partition(".")[0]
+        if path.parent == ROOT or package.name not in IMPORTED or not package.is_dir():
+            raise
+        raise LaunchError(f"{error}: {HIDES.format(package, package.name)}", 1) from None
     except SystemExit as left:  # with its own message, or without a word
         why = f"{path} ended while it was imported, with code {left.code or 0}: nothing was trained"
         raise left if isinstance(left.code, str) else LaunchError(why, 1) from None
@@ -367,8 +372,7 @@ def has_shards(folder: Path) -> bool:
 
 
 def make_data(tool: str) -> float:
-    """Run the tool that makes a preset's data, or finds them made: how many seconds it took. Raises CalledProcessError; the tool
-    says why."""
+    """Run what makes a preset's data, or finds them made; the seconds it took. Raises CalledProcessError: it said why."""
     begun = time.monotonic()
     console(f"data: {tool}")
     command = [sys.executable, "-u", f"{ROOT / tool}"]

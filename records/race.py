@@ -6,7 +6,7 @@ Each run is ./run.sh's; its log is FOLDER/NAME/seed0.txt and so on (logs/race-A-
 --compare at once, the two folders are compared pair by pair. Started again, it goes on where it ended: complete runs are
 kept, the log of one cut short is kept as seed0.cut1.txt, which compare.py names, and its run made again. It refuses to go on
 in a folder of other sources or options, or of another host, or beside logs that are not its own; it ends after a run on other
-data, by other versions or on other ranks than those before.
+data, by other versions, on other ranks or with other variables of the environment than those before.
 """
 
 import argparse
@@ -118,18 +118,21 @@ def set_cut_aside(log: Path) -> None:
     while (other := log.with_name(f"{log.stem}.cut{count}.txt")).exists():
         count += 1
     log.rename(other)
-    if (folder := log.with_suffix("")).is_dir():  # its checkpoints, which the run to come would delete
-        folder.rename(other.with_suffix(""))
+    for end in ("", ".trace.json"):  # its checkpoints, which the run to come would delete; its trace
+        if os.path.lexists(path := log.with_suffix(end)):
+            path.rename(other.with_suffix(end))
 
 
 def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
     """Raise RaceError if the last of the complete logs, (script, log) by path, was made otherwise than one before: on other data,
-    as where a path is relative, by other versions, or on other ranks."""
+    as where a path is relative, by other versions, on other ranks, or, of one script, with other variables."""
     *before, (path, (script, log)) = logs.items()
     for other_path, (other_script, other) in before:
         same = kind if script == other_script else made_with
         tokens = "".join(f"other tokens in {name}" for name in other_tokens(other, log)[:1])
-        if differ := tokens or differing(same(other), same(log)):
+        told, told_before = (run.facts.get("variables", "none") for run in (log, other))  # another tree may tell others
+        variables = f"variables: {told_before} → {told}" if script == other_script and told != told_before else ""
+        if differ := tokens or differing(same(other), same(log)) or variables:
             fault = f"{path}: made otherwise than {other_path}: {clean(differ, one_line=True)}"
             raise RaceError(f"{fault}: move it and start as before")
 

@@ -73,9 +73,9 @@ def data_stream(a: RunLog, b: RunLog) -> tuple[str, str]:
     if not a.shards or not b.shards:
         return OPEN, f"the logs do not tell what --data={b.settings.get('data')} held"
     before, after = uses(a.script[1], "data"), uses(b.script[1], "data")
-    if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
-        return OPEN, f"data/*.py are the baseline's; the script uses them otherwise: read the diff of {names(differ)}"
-    return PROVEN, "the shards, data/*.py and what the script does with them are the baseline's"
+    if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)] + elsewhere(a, b, "data"):
+        return OPEN, f"data/*.py are the baseline's; they are used otherwise: read the diff of {names(differ)}"
+    return PROVEN, "the shards, data/*.py and what script and modules do with them are the baseline's"
 
 
 def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
@@ -85,7 +85,15 @@ def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
     if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         where = f"what runs while the clock stands is not: read the diff of {names(differ)}"
         return OPEN, f"runtime/*.py are the baseline's; {where}"
+    if differ := elsewhere(a, b, "runtime"):
+        return OPEN, f"runtime/*.py are the baseline's; other modules use them otherwise: read the diff of {names(differ)}"
     return PROVEN, "runtime/*.py are the baseline's, and what runs while the clock stands: functions, not classes"
+
+
+def elsewhere(a: RunLog, b: RunLog, package: str) -> list[str]:
+    """The modules beside script and package that use the package, or change what they import, otherwise than the baseline's."""
+    found = sorted(name for name in {*a.modules, *b.modules} if not name.startswith(f"{package}/"))
+    return [name for name in found if uses(a.modules.get(name, b""), package) != uses(b.modules.get(name, b""), package)]
 
 
 def compiler_flags(baseline: Group, group: Group) -> tuple[str, str]:
@@ -133,7 +141,7 @@ def parsed(source: bytes) -> ast.AST:
 
 
 def uses(source: bytes, package: str) -> dict[str, str]:
-    """What a script does with a package, by name: its functions and classes that name what is imported from there, those that
+    """What a source does with a package, by name: its functions and classes that name what is imported from there, those that
     name one of these, and so on; so of its other statements and what they assign."""
     tree, reached, imports = parsed(source), {package}, []
     for node in ast.walk(tree):

@@ -36,8 +36,9 @@ PLAIN_LINE = re.compile(
 # With a validation loss, or of other logs: `s:250 tel:3.91`, `step 250/1765 | val loss 3.91 | train time 8.3 s`, and worse.
 LOOSE_LINE = re.compile(rb"^[ \t]*(?:step|s)(?::|[ \t]*=|[ \t]+(?=\d)).*$", re.MULTILINE)
 LOOSE_STEP = re.compile(rb"\s*\w+[ \t:=]+(\d{1,9})(?:\s*(?:/|of)\s*(\d{1,9}))?(?![\w.])")
-LOOSE_LOSS = re.compile(rb"\b(?:val(?:idation)?[_ ]?loss|tel)[ \t:=]+([^\s|,;]{1,40})()")  # not ema_val_loss
-LOOSE_TIME = re.compile(rb"\b(?:train[_ing]*[_ ]?)?time[ \t:=]+([^\s|,;]{1,40}?)[ \t]?(ms|s)?(?=[\s|,;]|$)")
+VALUE = rb"(?:[^\s|,;]|,(?=\d)){1,40}"  # 3,28 is no number, and not 3
+LOOSE_LOSS = re.compile(rb"\b(?:val(?:idation)?[_ ]?loss|tel)[ \t:=]+(%s)()" % VALUE)  # not ema_val_loss
+LOOSE_TIME = re.compile(rb"\b(?:train[_ing]*[_ ]?)?time[ \t:=]+(%s?)[ \t]?(ms|s)?(?=[\s|;]|,(?!\d)|$)" % VALUE)
 ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
@@ -419,7 +420,7 @@ def read_line(line: bytes, text: bytes, log: RunLog) -> tuple[int, int | None, f
     for i, (what, pattern) in enumerate((("validation loss", LOOSE_LOSS), ("time", LOOSE_TIME))):
         if found := pattern.search(line):
             try:
-                fields[i] = float(found[1]) * (1000 if found[2] == b"s" else 1)
+                fields[i] = float(found[1].replace(b"_", b"?")) * (1000 if found[2] == b"s" else 1)
             except ValueError:
                 unreadable.append(what)
     if unreadable and len(log.problems) < MAX_PROBLEMS:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data.shards import drop_leftovers, whole_file
 from launch.console import reason, tell
-from launch.sources import source_diff
+from launch.sources import source_changes
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
@@ -163,8 +163,9 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
 
 
 def whole_state(manager: Any, ranks: Ranks) -> dict[str, Any]:
-    """Every rank's state, on the first rank; called by all."""
+    """Every rank's state, on the first rank; called by all. Raises AgreedError for numbers that differ between ranks."""
     state = manager.state_dict()
+    ranks.check_same({name: x for name, x in leaves(state) if not isinstance(x, Tensor)})
     sharded = map_tensors(lambda x: torch.cat(ranks.collect(x) or [x]), state["sharded"])
     parts = {label: ranks.collect(x) for label, x in sorted(state["partial"].items())}
     each = range(ranks.world_size if ranks.first else 0)
@@ -235,7 +236,5 @@ def raise_if(path: Path, faults: list[str]) -> None:
 
 def resumption_note(path: Path, saved: dict[str, Any], sources: dict[str, str], environment: list[str]) -> str:
     """For the log's header: where the run went on, on what machine, and by what changes to the sources."""
-    diff = source_diff(saved["sources"], sources)
-    changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
-    source = f"with changed source, {changed} lines of difference" if diff else "with the same source"
+    source, diff = source_changes(saved["sources"], sources)
     return "\n".join([f"resumed at step {saved['step']} from {path}, {source}", *environment, *diff])

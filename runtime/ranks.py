@@ -104,8 +104,7 @@ def join_ranks() -> Ranks:
         try:
             dist.init_process_group(store=next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0], **how)
         except (RuntimeError, ValueError) as error:
-            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            place, why = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", str(error).splitlines()[0]
             advice = "are all of them started, once each, and is the port free?"
-            fault = f"rank {rank} of {world_size} cannot join the others at {place}, {advice} {str(error).splitlines()[0]}"
-            raise RunError(fault) from error
+            raise RunError(f"rank {rank} of {world_size} cannot join the others at {place}, {advice} {why}") from error
     return Ranks(rank, world_size, device)

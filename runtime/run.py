@@ -7,7 +7,6 @@ import math
 import signal
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
-from launch.machine import machine_facts, peak_memory
+from launch.machine import check_unchanged, checksum, checksums, machine_facts, peak_memory
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused
 from runtime import checkpoints
@@ -33,7 +32,7 @@ class Run:
     In a with block, all ranks call, in order: open, restore, start_clock, ahead; for each step paused, where must_pause or the
     recipe wants to, then report_loss before its last backward pass, agree_on_loss before its update, end_step after it; at last
     finish. settings: a dataclass with log_dir, run_id, resume, save_every, keep_checkpoints and total_iterations. manager: what
-    checkpoints.py needs, batch_tokens(step), and live_tensors(): {"weights" and "gradients": {label: tensor}}."""
+    checkpoints.py needs, batch_tokens(step), and live_tensors(): {"weights", "gradients", "buffers": {label: tensor}}."""
 
     def __init__(self, settings: Any, ranks: Ranks, signals: Signals, sources: Sources):
         self.settings, self.ranks, self.signals, self.sources = settings, ranks, signals, sources
@@ -59,7 +58,9 @@ class Run:
         s, ranks, self.manager, self.shards, path = self.settings, self.ranks, manager, shards, None
         self.logged, run_id = ranks.on_all(self.sources.imported), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         same = {f"--{x}": value for x, value in dataclasses.asdict(s).items() if x not in ("data", "log_dir")} | shards
-        ranks.check_same(same | {x: f"CRC-32 {zlib.crc32(encoded(text)):08x}" for x, text in self.logged.items()})
+        same |= {x: checksum(encoded(text)) for x, text in self.logged.items()}
+        weights, self.buffers = (checksums(f"the first {x}", manager.live_tensors().get(x, {})) for x in ("weights", "buffers"))
+        ranks.check_same(same | weights | self.buffers)
         if s.resume:
             there = checkpoints.checkpoints(Path(s.log_dir), "*")
             path, saved = ranks.on_all(checkpoints.find_checkpoint, s.resume, s.log_dir, s.run_id)
@@ -83,7 +84,8 @@ class Run:
         self.log.show("warm-up: every shape, compiled: minutes" if compiles else "warm-up: the first step's shapes")
 
     def restore(self) -> None:
-        """The checkpoint's state, if one is resumed, into the manager's model and optimizer."""
+        """The checkpoint's state, if any, into the manager's. Raises AgreedError if the warm-up has changed a buffer."""
+        self.ranks.on_all(check_unchanged, self.buffers, self.manager.live_tensors().get("buffers", {}))
         if self.resumed:
             checkpoints.load_whole_state(self.manager, self.resumed["state"], self.ranks)
             self.resumed = None  # as large as the model with its optimizer

@@ -39,6 +39,7 @@ def start(tmp_path):
         command = [sys.executable, "-c", as_main, f"{ROOT / 'bench' / script}", *arguments]
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "TMPDIR": f"{tmp_path / 'tmp'}", "OMP_NUM_THREADS": "1"}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tmp_path / 'cache'}"  # PyTorch makes it as it imports its compiler
         process = subprocess.Popen(
             command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup)
         )
@@ -58,6 +59,27 @@ def test_a_signal_leaves_neither_ranks_nor_folders(start, tmp_path, tool):
     process.send_signal(number)
     assert "Traceback" not in process.communicate(timeout=60)[1] and process.returncode == 128 + number
     assert (tmp_path / "ended").exists() and not rank.exists() and not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_signal_while_a_child_starts_ends_it_too() -> None:
+    """It came before anybody knew the child, which stayed."""
+    source = """
+import os, signal, subprocess, sys
+from launch import console
+begin, children = subprocess.Popen, []
+def signalled(*args, **options):
+    children.append(begin(*args, **options))
+    os.kill(os.getpid(), signal.SIGHUP)
+    return children[0]
+subprocess.Popen = signalled
+try:
+    with console.ended_by_signals():
+        console.run_to_end(["sleep", "600"])
+finally:
+    print(children[0].poll())
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGHUP, f"{-signal.SIGTERM}\n", "")
 
 
 def test_what_nohup_ignores_ends_no_tool(start, tmp_path):

@@ -425,6 +425,27 @@ def test_ctrl_c_while_it_imports_is_quiet(tmp_path, program, safe):
     assert process.communicate(timeout=60) == (b"", None) and process.returncode == 130
 
 
+@pytest.mark.parametrize("name", ["x\ny.py", "x\udcff.py", "x\\y.py", f"{'x' * 199}.py"])
+def test_a_script_whose_name_no_log_could_give_back_is_refused(start, shards, tmp_path, monkeypatch, name):
+    """It trained, and extract.py refused its log, or wrote another name."""
+    shutil.copy(SCRIPT, script := tmp_path / name)
+    code, lines, started = start(script, *options(shards, tmp_path))
+    assert (code, started) == (1, ()) and lines[-1].endswith("characters, or with \\ or control characters: rename it"), lines
+
+
+def test_a_package_beside_a_script_that_hides_one_of_ours_is_named(start, shards, tmp_path):
+    shutil.copy(SCRIPT, script := tmp_path / "idea.py")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "__init__.py").touch()
+    with_others = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "data"}
+    try:
+        code, lines, started = start(script, *options(shards, tmp_path))
+    finally:
+        sys.modules.update(with_others)
+    said = f"No module named 'data.encodings': {tmp_path}/data hides the module 'data' that others import: rename it"
+    assert (code, started) == (1, ()) and lines[-1] == f"idea.py: error: {said}", lines
+
+
 @pytest.mark.parametrize("name", ["copy.py", "queue.py", "sample.py", "tail_averages.py", "torch.py"])
 def test_a_script_that_hides_a_module_is_refused(start, shards, tmp_path, name):
     shutil.copy(SCRIPT, tmp_path / name)

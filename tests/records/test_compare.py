@@ -326,6 +326,11 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
     [
         (0, " ", {"name": "data"}),
         (0, " ", {"name": "skips"}),
+        (0, " ", {"modules": {**MODULES, "helper.py": b"import data.loader\ndata.loader.batches = list\n"}}),
+        (0, "x", {"modules": {**MODULES, "helper.py": b"import torch\nx = torch.zeros(1)\n"}}),
+        (2, " ", {"modules": {**MODULES, "helper.py": b"from runtime.log import Clock\nClock.read = int\n"}}),
+        (2, " ", {"modules": {**MODULES, "attention.py": b"import time\ntime.perf_counter = int\n"}}),
+        (2, "x", {"modules": {**MODULES, "attention.py": b"import time\nx = time.time()\n"}}),
         (0, " ", {"name": "fewer"}),
         (0, " ", {"name": "module"}),
         (0, "!", {"modules": MODULES | {"data/loader.py": b"a = 2\n"}}),

@@ -159,8 +159,10 @@ def test_the_log_of_a_run_that_goes_on_is_left_alone(track, tmp_path):
     (tmp_path / "calls.txt.fails").unlink()
     (folder / "seed0").mkdir()
     (folder / "seed0" / "step_000001.pt").touch()  # the run made again would delete it
+    (folder / "seed0.trace.json").touch()  # and refuse to replace this
     track()
     assert (folder / "seed0.cut1.txt").exists() and (folder / "seed0.cut1" / "step_000001.pt").exists()
+    assert (folder / "seed0.cut1.trace.json").exists() and not (folder / "seed0.trace.json").exists()
     assert not (folder / "seed0").exists()
 
 
@@ -249,6 +251,20 @@ def test_a_run_on_other_data_ends_the_race(track, tmp_path, monkeypatch, after):
         monkeypatch.setattr(race, "run_to_its_end", real)
     log.unlink()
     data.write_text("0000000a")
+    track()
+
+
+def test_a_run_with_other_variables_ends_the_race(track, tmp_path):
+    """It went on seven times slower, under a note. Another script may tell others, as of another version of the project."""
+    track()
+    (tmp_path / "logs" / "after" / "seed1.txt").unlink()
+    data = tmp_path / "calls.txt.data"
+    data.write_text("0000000a\nvariables: ATEN_CPU_CAPABILITY='default'")
+    said = "after/seed1.txt: made otherwise than .*/after/seed0.txt: variables: none → ATEN_CPU_CAPABILITY='default': move it"
+    with pytest.raises(SystemExit, match=said):
+        track()
+    for seed in range(3):
+        (tmp_path / "logs" / "after" / f"seed{seed}.txt").unlink()
     track()
 
 

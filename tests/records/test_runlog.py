@@ -1,6 +1,7 @@
 """What a log holds is read back exactly, and what is wrong with it is named."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -236,6 +237,16 @@ def test_malformed_lines_are_named_with_their_number():
         f"line {first + 3}: no step in 'step:five/8",
     ]
     assert 3 not in log.times and not log.fault
+
+
+@pytest.mark.parametrize("mark", [",", "_", "'"])
+def test_a_number_of_another_country_is_none(mark):
+    """A decimal comma made a loss of 3.0 of 3,27, one between thousands 1 s of 1,234,567 ms."""
+    lines = re.sub(r"(val_loss:\d)\.", rf"\1{mark}", step_lines())
+    log = parse_log(make_log(lines=lines))
+    assert log.fault.startswith("cut short at step 8/8: no validation loss") and "no validation loss in" in log.problems[0]
+    log = parse_log(make_log(lines=re.sub(r"(train_time:\d+)(\dms)", rf"\1{mark}\2", step_lines())))
+    assert {*log.times} <= {0} and "no time in" in log.problems[0] and log.seconds is None
 
 
 def test_unreadable_paths(tmp_path):

@@ -21,6 +21,7 @@ from common import ROOT, SCRIPT, children, options, text_of, tiny_settings, torc
 from data.shards import read_shard, write_shard
 from launch.console import AgreedError, RunError
 from runtime import ranks as runtime_ranks
+from runtime.checkpoints import whole_state
 from runtime.ranks import Ranks
 from train_gpt import main
 
@@ -219,6 +220,39 @@ def test_a_node_that_would_train_something_else_stops_all_ranks(run_ranks, shard
     messages = run_ranks(2, second_node, shards, tmp_path, case)
     assert messages[0] == messages[1] and not list((tmp_path / "logs").glob("*"))
     assert re.match(f"rank 1: {NODES[case][3]}: must be the same on all ranks", messages[0]), messages[0]
+
+
+def test_ranks_that_begin_with_other_weights_do_not_train(run_ranks, shards, tmp_path):
+    """As of an idea that draws them in the order of a set of strings: each rank trained a model of its own, to the end."""
+    messages = run_ranks(2, other_weights, shards, tmp_path)
+    assert messages[0] == messages[1] and not list((tmp_path / "logs").glob("*"))
+    said = r"rank 1: the first weights of x0_lambdas is CRC-32 \w{8}, on rank 0 CRC-32 \w{8}: must be the same on all ranks"
+    assert re.fullmatch(said, messages[0]), messages[0]
+
+
+def test_a_number_of_one_ranks_own_is_not_saved_for_all(run_ranks, shards, tmp_path):
+    """An idea's rule kept a norm of its own rows: resumed, all ranks went on with the first one's."""
+    said = "rank 1: sharded.embed.own is 1, on rank 0 0: must be the same on all ranks"
+    assert run_ranks(2, own_numbers, shards, tmp_path) == [said, said]
+
+
+def own_numbers(rank: int, world_size: int, shards: Path, folder: Path) -> str:
+    ranks = Ranks(rank, world_size, torch.device("cpu"))
+    manager = train_gpt.build(tiny_settings(shards, folder), ranks)
+    manager.optimizer.state["embed"]["own"] = rank
+    return raised(whole_state, manager, ranks)
+
+
+def other_weights(rank: int, world_size: int, shards: Path, folder: Path) -> str:
+    build = train_gpt.build
+
+    def build_otherwise(*args):
+        manager = build(*args)
+        manager.model.x0_lambdas.data[-1] += rank
+        return manager
+
+    train_gpt.build = build_otherwise
+    return raised(train_gpt.train, tiny_settings(shards, folder), Ranks(rank, world_size, torch.device("cpu")))
 
 
 def second_node(rank: int, world_size: int, shards: Path, folder: Path, case: str) -> str:

@@ -189,6 +189,46 @@ def test_an_edit_during_a_run_does_not_reach_a_later_import(tmp_path):
     assert (done.stdout, done.stderr) == ("0.3 0.3 True False\n", "")
 
 
+LATER = {  # what happens to late.py before it is imported
+    "deleted": "here.joinpath('late.py').unlink()",
+    "renamed to a package": "here.joinpath('late').mkdir(); here.joinpath('late.py').rename(here / 'late/__init__.py')",
+    "hidden by a package": "here.joinpath('late').mkdir(); here.joinpath('late/__init__.py').write_text('X = 2')",
+    "a folder is left": "here.joinpath('late').mkdir(); here.joinpath('late.py').unlink()",
+    "hidden by a nearer file": "here.joinpath('ideas/late.py').write_text('X = 2')",
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_what_comes_or_goes_during_a_run_reaches_no_later_import(tmp_path, change):
+    """As of git's checkout beside a run: another file ran than the log held, or none was there any more."""
+    (tmp_path / "ideas").mkdir()
+    (tmp_path / "late.py").write_text("X = 1")
+    (tmp_path / "ideas" / "idea.py").write_text(
+        f"import sys\nsys.path[:0] = [{f'{ROOT}'!r}]\nfrom pathlib import Path\nfrom launch import sources\n"
+        "here = sources.ROOT = Path(__file__).parents[1]\nsys.path[1:1] = [f'{here}']\n"
+        "held = sources.Sources(__file__)\ndef step():\n    import late\n    return late.X\n"
+        f"before = held.imported()\nsys.path_importer_cache.clear()\n{LATER[change]}\nprint(step(), before['late.py'])\n"
+    )
+    done = subprocess.run([sys.executable, f"{tmp_path}/ideas/idea.py"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1 X = 1\n", "")
+
+
+def test_a_rank_by_hand_runs_no_stale_compiled_form(tmp_path):
+    """Its module had been replaced by one of the same size and second: the log held one, and the other ran."""
+    (tmp_path / "idea.py").write_text(
+        f"import sys\nsys.path[:0] = [{f'{ROOT}'!r}]\nfrom launch.sources import Sources\n"
+        "sources = Sources(__file__)\nimport helper\nprint(helper.SCALE, sources.imported()['helper.py'], end='')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    for scale in (1, 2):
+        (tmp_path / "new").write_text(f"SCALE = {scale}\n")
+        os.utime(tmp_path / "new", (10**9, 10**9))
+        os.replace(tmp_path / "new", tmp_path / "helper.py")
+        done = subprocess.run([sys.executable, f"{tmp_path}/idea.py"], capture_output=True, text=True, env=environment)
+        assert (done.stdout, done.stderr) == (f"{scale} SCALE = {scale}\n", "")
+        assert list((tmp_path / "__pycache__").glob("helper.*"))
+
+
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A small project: its root, and a function that imports one of its files for the length of a test."""

@@ -1,10 +1,14 @@
 """The warm-up runs every shape that the schedule uses, and leaves no trace."""
 
+import random
+
+import numpy
 import pytest
 import torch
 
 import train_gpt
 from common import options, tiny_settings, unequal
+from launch.console import AgreedError
 from runtime.checkpoints import read_checkpoint
 from runtime.ranks import Ranks
 from train_gpt import build, main, step_schedule, warm_up
@@ -22,6 +26,34 @@ def test_warm_up_leaves_everything_as_it_was(shards, tmp_path, dtype):
     assert torch.equal(table, model.yarn.table) and torch.equal(random_before, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters()) and model.training
     assert manager.current == step_schedule(0, manager.h)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_the_forward_pass_changes_is_refused(shards, tmp_path, monkeypatch, persistent):
+    """No checkpoint held an idea's running mean: a resumed run went on without it, and without a word."""
+
+    def add(model, _) -> None:
+        model.running += model.fixed
+
+    def build_with_buffers(*args):
+        manager = build(*args)
+        manager.model.register_buffer("running", torch.zeros(3), persistent)
+        manager.model.register_buffer("fixed", torch.ones(3), persistent)
+        manager.model.register_forward_pre_hook(add)
+        return manager
+
+    monkeypatch.setattr(train_gpt, "build", build_with_buffers)
+    with pytest.raises(AgreedError, match="^the forward pass changes running: neither a checkpoint nor another rank knows"):
+        train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
+
+
+def test_all_random_numbers_of_the_first_weights_are_the_seeds(shards, tmp_path):
+    def drawn(seed: int) -> list[float]:
+        numpy.random.seed(None), random.seed()
+        first = build(tiny_settings(shards, tmp_path, seed=seed), RANKS).model.embed
+        return [first.sum().item(), numpy.random.rand(), random.random()]
+
+    assert drawn(1) == drawn(1) and not {*drawn(1)} & {*drawn(2)}
 
 
 @pytest.mark.parametrize("first_step", [0, 5])
