@@ -1159,7 +1159,7 @@ class TrainingManager:
         if f"{same['yarn_window']}" not in due:
             faults.append(f"same.yarn_window is {same['yarn_window']}, must be {' or '.join(sorted(due))} at step {step}")
         counts = {label: values.get("step", 0) for label, values in {**same["optimizer"], **state["sharded"]}.items()}
-        return faults + [f"the step of {label} is {n}, must be 0 or more" for label, n in counts.items() if n < 0]
+        return faults + [f"the step of {label} is {n}, must be 0 or more" for label, n in counts.items() if n < 0 or n % 1]
 
 
 # -----------------------------------------------------------------------------

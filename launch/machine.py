@@ -15,13 +15,13 @@ import torch
 from launch.console import RunError, encoded
 
 # What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
-# the CPU. Not torchrun's own variables, nor what launch/__init__.py sets.
+# the CPU. Not torchrun's own variables, nor what launch/ sets.
 VARIABLES = re.compile(
     r"(TORCH(?!ELASTIC)|PYTORCH_|NVIDIA_TF32_|CUBLAS|CUDNN|NCCL_|GLOO_|TRITON_|MKL_|ONEDNN_|DNNL_|OPENBLAS_|ATEN_|KMP_)\w+"
     r"|GOMP_\w+|OMP_(?!NUM_THREADS$)\w+|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)"
-    r"|PYTHON(MALLOC|DEVMODE|TRACEMALLOC|OPTIMIZE|_GIL|_JIT)|(MALLOC|GLIBC)_\w+|LD_PRELOAD"
+    r"|PYTHON(HASHSEED|MALLOC|DEVMODE|TRACEMALLOC|OPTIMIZE|_GIL|_JIT)|(MALLOC|GLIBC)_\w+|LD_PRELOAD"
 )
-OURS = {"OMP_WAIT_POLICY": "passive"}
+OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def machine_facts(device: torch.device, world_size: int) -> list[str]:

@@ -622,7 +622,8 @@ def loopback_store() -> tuple[Any, int]:
 
 def rank_environment(rank: int, count: int, port: int, interfaces: Callable = socket.if_nameindex) -> dict[str, str]:
     """What torchrun would set, for ranks of one machine; what their user has set stays."""
-    same = {"OMP_NUM_THREADS": "1"}  # the script divides the cores itself
+    # The script divides the cores itself. A set's order of strings is the same on all ranks, and in a run that goes on.
+    same = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     if "lo" in {name for _, name in interfaces()}:  # gloo and NCCL listen there too
         same |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     chosen = {name: os.environ.get(name, value) for name, value in same.items()}

@@ -5,8 +5,8 @@ Sources are compared as syntax trees, in which what cannot change a training run
 - docstrings, and other strings that stand alone;
 - annotations of variables, and of functions without a decorator: not in the body of a class, where they make a field, nor
   under a decorator, where they may be code (Triton's constexpr);
-- constants given to what may differ between runs (seed, run_id, log_dir, …: MAY_DIFFER_BETWEEN_RUNS), in an assignment or as
-  an argument of that name.
+- constants given to seed and run_id, in an assignment or as an argument of that name; in a class with such a field also to what
+  else may differ between runs (log_dir, sample_tokens, …: MAY_DIFFER_BETWEEN_RUNS).
 Everything else counts: names, order, unused code. A source that this Python cannot parse is compared byte for byte.
 """
 
@@ -16,12 +16,14 @@ from functools import lru_cache
 
 from runlog import MAY_DIFFER_BETWEEN_RUNS, RunLog, made_with
 
+ANYWHERE = frozenset({"seed", "run_id"})  # what these are given makes no other run, wherever
 
 class Normal(ast.NodeTransformer):
     """Makes the same what cannot change a training run."""
 
     def __init__(self):
         self.in_class = self.is_decorated = False
+        self.own = ANYWHERE  # names whose constants do not count
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -39,7 +41,11 @@ class Normal(ast.NodeTransformer):
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self.body_of(node, True)
+        fields = {getattr(field.target, "id", "") for field in node.body if isinstance(field, ast.AnnAssign)}
+        outer, self.own = self.own, MAY_DIFFER_BETWEEN_RUNS | ANYWHERE if fields & ANYWHERE else ANYWHERE
+        self.body_of(node, True)
+        self.own = outer
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if not node.decorator_list and not self.is_decorated:
@@ -54,7 +60,7 @@ class Normal(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
         self.generic_visit(node)
-        if node.value and is_own([node.target]):
+        if node.value and is_own([node.target], self.own if self.in_class else ANYWHERE):
             node.value = blank(node.value)
         if self.in_class or self.is_decorated:
             return node
@@ -62,13 +68,13 @@ class Normal(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
-        if is_own(node.targets):
+        if is_own(node.targets, ANYWHERE):
             node.value = blank(node.value)
         return node
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
         self.generic_visit(node)
-        if node.arg in MAY_DIFFER_BETWEEN_RUNS:
+        if node.arg in ANYWHERE:
             node.value = blank(node.value)
         return node
 
@@ -79,9 +85,9 @@ def stands_alone(statement: ast.stmt) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-def is_own(targets: list[ast.expr]) -> bool:
-    """Are all of them names, or attributes, that may differ between runs?"""
-    return all(getattr(target, "id", getattr(target, "attr", None)) in MAY_DIFFER_BETWEEN_RUNS for target in targets)
+def is_own(targets: list[ast.expr], names: frozenset[str]) -> bool:
+    """Are all of them names, or attributes, of these?"""
+    return all(getattr(target, "id", getattr(target, "attr", None)) in names for target in targets)
 
 
 def blank(value: ast.expr) -> ast.expr:

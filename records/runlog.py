@@ -38,7 +38,9 @@ LOOSE_LINE = re.compile(rb"^[ \t]*(?:step|s)(?::|[ \t]*=|[ \t]+(?=\d)).*$", re.M
 LOOSE_STEP = re.compile(rb"\s*\w+[ \t:=]+(\d{1,9})(?:\s*(?:/|of)\s*(\d{1,9}))?(?![\w.])")
 VALUE = rb"(?:[^\s|,;]|,(?=\d)){1,40}"  # 3,28 is no number, and not 3
 LOOSE_LOSS = re.compile(rb"\b(?:val(?:idation)?[_ ]?loss|tel)[ \t:=]+(%s)()" % VALUE)  # not ema_val_loss
-LOOSE_TIME = re.compile(rb"\b(?:train[_ing]*[_ ]?)?time[ \t:=]+(%s?)[ \t]?(ms|s)?(?=[\s|;]|,(?!\d)|$)" % VALUE)
+UNIT = rb"[ \t]?(?:ms|s|(?:sec|min|h(?:r|our)?)\w*|\(\w+\))|[ \t]\d+(?: ?ms?)?"  # the last: of 8 300 ms
+LOOSE_TIME = re.compile(rb"\b(?:train[_ing]*[_ ]?)?time[ \t:=]+(%s?)(%s)?(?=[\s|;]|,(?!\d)|$)" % (VALUE, UNIT))
+UNITS = {b"": 1, b"ms": 1, b"s": 1000, b"sec": 1000, b"seconds": 1000, b"(ms)": 1, b"(s)": 1000}  # in ms
 ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
@@ -420,7 +422,9 @@ def read_line(line: bytes, text: bytes, log: RunLog) -> tuple[int, int | None, f
     for i, (what, pattern) in enumerate((("validation loss", LOOSE_LOSS), ("time", LOOSE_TIME))):
         if found := pattern.search(line):
             try:
-                fields[i] = float(found[1].replace(b"_", b"?")) * (1000 if found[2] == b"s" else 1)
+                fields[i] = float(found[1].replace(b"_", b"?")) * UNITS[(found[2] or b"").strip()]
+            except KeyError:
+                unreadable.append(f"{what} in ms or s")
             except ValueError:
                 unreadable.append(what)
     if unreadable and len(log.problems) < MAX_PROBLEMS:
@@ -460,6 +464,8 @@ def incomplete(log: RunLog, order: list[int], body: bytes) -> str:
     for step, loss, _ in log.validations:
         if not isfinite(loss):
             return f"crashed: the validation loss is {loss} at step {step}"
+        if loss < 0:
+            return f"wrong loss: {loss:g} at step {step}, and no cross-entropy is negative"
     if last < 0:
         return "cut short before its first step"
     validated = log.validations[-1][0] if log.validations else -1

@@ -49,10 +49,10 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The nest with function(tensor) in place of each tensor."""
+    """The nest with function(tensor) in place of each tensor, and Python's number in place of each of NumPy's."""
     if isinstance(tree, dict):
         return {key: map_tensors(function, value) for key, value in tree.items()}
-    return function(tree) if isinstance(tree, Tensor) else tree
+    return function(tree) if isinstance(tree, Tensor) else tree.item() if hasattr(tree, "item") else tree
 
 
 def non_finite_tensors(tree: Any) -> list[str]:
@@ -61,12 +61,12 @@ def non_finite_tensors(tree: Any) -> list[str]:
 
 
 def differences(found: Any, expected: Any, name: str = "") -> list[str]:
-    """Where two nests differ in keys and types, or tensors in shape and dtype; values are not looked at."""
+    """Where two nests differ in keys and types, a state's numbers being of one, or tensors in shape and dtype, not values."""
     if isinstance(expected, dict) and isinstance(found, dict):
         faults = sorted(f"{name}{key} is missing" for key in expected.keys() - found.keys())
         faults += sorted(f"{name}{key} is unknown" for key in found.keys() - expected.keys())
         return sum((differences(found[k], expected[k], f"{name}{k}.") for k in expected if k in found), faults)
-    here, there = type(expected).__name__, type(found).__name__
+    here, there = ("float" if type(x) is int and name[:6] == "state." else type(x).__name__ for x in (expected, found))
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         here, there = (f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (expected, found))
     return [f"{name[:-1]} is {there}, here {here}"] if here != there else []
@@ -143,7 +143,7 @@ def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
     log, file = saved.get("log"), path.parent.with_name(f"{path.parent.name}.txt")
     texts = isinstance(log, dict) and all(isinstance(log.get(name), str) for name in ("header", "lines"))
     if texts and f"\n{RULE}\n" in log["header"] and not same_run(file, log):
-        raise CheckpointError(f"{path}: {file} is another run's, or the run went on from an earlier step")
+        raise CheckpointError(f"{path}: {file} is another run's, was edited, or its run went on from an earlier step")
     return saved
 
 

@@ -147,7 +147,7 @@ def test_latest_goes_on_from_where_the_run_went_on(good, shards, tmp_path, capsy
     main([*arguments, "--resume=latest"])
     printed = capsys.readouterr()
     assert "resumed at step 3 from" in printed.out
-    passed_over = re.findall(r"passed over .*step_00000(\d).pt: .*run.txt is another run's, or the run went on", printed.err)
+    passed_over = re.findall(r"passed over .*step_00000(\d).pt: .*run.txt is another run's, was edited, or its run went on", printed.err)
     assert passed_over == [*"87654"]
     found, expected = (read_checkpoint(logs / "run" / END) for logs in (tmp_path / "logs", good))
     assert unequal(found["state"], expected["state"]) == []

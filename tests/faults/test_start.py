@@ -1035,12 +1035,13 @@ def test_a_loopback_that_is_down_is_told_at_once(monkeypatch):
 
 def test_the_environment_of_a_rank_is_torchruns(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     found = launcher.rank_environment(1, 2, 29500)
     assert {name: found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == dict(
         RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2"
     )
     assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("127.0.0.1", "29500", "True")
-    assert found["GLOO_SOCKET_IFNAME"] == "lo" and found["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert found["GLOO_SOCKET_IFNAME"] == "lo" and found["NCCL_SOCKET_IFNAME"] == "eth7" and found["PYTHONHASHSEED"] == "0"
     assert "GLOO_SOCKET_IFNAME" not in launcher.rank_environment(0, 1, 1, interfaces=lambda: [(1, "eth0")])
 
 

@@ -26,6 +26,8 @@ SAME = {
     "annotations of variables": ("x = 1\ndef f():\n    y = 2\n", "x: int = 1\nz: int\ndef f():\n    y: int = 2\n"),
     "a run id": ("run_id = 'a'\n", "run_id = 'b'\n"),
     "a run id in a dataclass": ("class A:\n    run_id: str = 'a'\n", "class A:\n    run_id: str = 'b'\n"),
+    "settings of a run's own": ("class A:\n    seed: int = 0\n    encoding: str = 'a'\n",
+                                "class A:\n    seed: int = 1\n    encoding: str = 'b'\n"),
     "a run id in an f-string": ("run_id = f'a-{uuid()}'\n", "run_id = f'b-{uuid()}'\n"),
     "a seed as an argument": ("args = Settings(seed=0)\n", "args = Settings(seed=1)\n"),
     "an attribute": ("args.seed = 0\n", "args.seed = 1\n"),
@@ -47,6 +49,10 @@ OTHER = {
     "a seed that is computed": ("seed = f(0)\n", "seed = f(1)\n"),
     "a tuple with a seed": ("seed, x = 0, 1\n", "seed, x = 0, 2\n"),
     "a comparison": ("if seed == 0:\n    x = 1\n", "if seed == 1:\n    x = 1\n"),
+    "a setting's name": ("encoding = 'rotary'\n", "encoding = 'none'\n"),
+    "a setting's name as an argument": ("Layer(encoding='rotary')\n", "Layer(encoding='none')\n"),
+    "a setting's name in another class": ("class A:\n    encoding: str = 'a'\n", "class A:\n    encoding: str = 'b'\n"),
+    "a setting's name in a function": ("def f():\n    encoding: str = 'a'\n", "def f():\n    encoding: str = 'b'\n"),
     "what does not parse": ("x = = 1\n", "x = = 1  # one\n"),
 }
 

@@ -219,6 +219,7 @@ def test_no_bytes_break_the_parser(junk, where, within):
         (make_log(lines=step_lines(5, total=9), end="Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA\n"),
          "crashed at step 5/9: torch.OutOfMemoryError"),
         (make_log(lines=step_lines(8, loss=math.nan)), "crashed: the validation loss is nan at step 0"),
+        (make_log(lines=step_lines(8, loss=-3.3)), "wrong loss: -2.5 at step 0, and no cross-entropy is negative"),
         (make_log(lines=step_lines(8) + step_lines(8)), "step 0 comes after step 8: more than one run"),
         (make_log(script=TRICKS["a log in a string"].encode()).rpartition(b"# triton")[0], "cut short within its sources"),
         (make_log(lines=step_lines(8).replace("step:8/8 val", "# ")), "cut short at step 8/8: no validation loss"),
@@ -247,6 +248,17 @@ def test_a_number_of_another_country_is_none(mark):
     assert log.fault.startswith("cut short at step 8/8: no validation loss") and "no validation loss in" in log.problems[0]
     log = parse_log(make_log(lines=re.sub(r"(train_time:\d+)(\dms)", rf"\1{mark}\2", step_lines())))
     assert {*log.times} <= {0} and "no time in" in log.problems[0] and log.seconds is None
+
+
+@pytest.mark.parametrize(
+    "time, seconds",
+    [("8.3 sec", 8.3), ("8.3 seconds", 8.3), ("8.3 (s)", 8.3), ("8300 (ms)", 8.3), ("8.3s", 8.3), ("8300ms", 8.3), ("8300", 8.3),
+     ("8.3 min", None), ("2.1 h", None), ("2 hours", None), ("8 300 ms", None), ("8.3min", None), ("1:23", None)],
+)  # fmt: skip
+def test_a_time_in_other_units_is_none(time, seconds):
+    """Minutes were read as milliseconds."""
+    log = parse_log(f"step 4/4 | val loss 3.2 | train time {time}\n".encode())
+    assert log.seconds == seconds and any("no time" in x for x in log.problems) == (seconds is None), log.problems
 
 
 def test_unreadable_paths(tmp_path):

@@ -174,6 +174,7 @@ def test_every_field_of_a_checkpoint_is_missed_and_checked(good):
 VALUES = {  # of a checkpoint that is complete, and yet cannot be
     "step below": (("step",), lambda _: -1, "step is -1, must be 0 to 8"),
     "step beyond": (("step",), lambda _: 9, "step is 9, must be 0 to 8"),
+    "half a step": (("step",), lambda _: 1.0, "step is float, here int"),
     "step far beyond": (("step",), lambda _: 10**400, "step is 10+, must be 0 to 8"),
     "step of other gradients": (("step",), lambda _: 2, r"state.partial.0.\w+ is unknown"),
     "time": (("seconds",), lambda _: float("nan"), "seconds is nan, must be 0 or more and finite"),

@@ -21,7 +21,7 @@ from common import ROOT, SCRIPT, children, options, text_of, tiny_settings, torc
 from data.shards import read_shard, write_shard
 from launch.console import AgreedError, RunError
 from runtime import ranks as runtime_ranks
-from runtime.checkpoints import whole_state
+from runtime.checkpoints import differences, read_checkpoint, whole_state, write_checkpoint
 from runtime.ranks import Ranks
 from train_gpt import main
 
@@ -241,6 +241,19 @@ def own_numbers(rank: int, world_size: int, shards: Path, folder: Path) -> str:
     manager = train_gpt.build(tiny_settings(shards, folder), ranks)
     manager.optimizer.state["embed"]["own"] = rank
     return raised(whole_state, manager, ranks)
+
+
+def test_numbers_that_an_ideas_rule_keeps_are_saved_as_pythons(shards, tmp_path):
+    """NumPy's, or one that began as int 0 and became a float: every checkpoint was written, and none could be resumed."""
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    manager = train_gpt.build(tiny_settings(shards, tmp_path), ranks)
+    manager.optimizer.state["embed"] |= {"own": np.float64(0.5), "count": 0}
+    layout = manager.layout(0)
+    manager.optimizer.state["embed"]["count"] = 1.5
+    state = whole_state(manager, ranks)
+    write_checkpoint(tmp_path / "step_000000.pt", {"state": state}, keep=1)
+    found = read_checkpoint(tmp_path / "step_000000.pt")["state"]["sharded"]["embed"]
+    assert found["own"] == 0.5 and type(found["own"]) is float and differences(found, layout["sharded"]["embed"], "state.") == []
 
 
 def other_weights(rank: int, world_size: int, shards: Path, folder: Path) -> str:
