@@ -454,8 +454,11 @@ def check_data(
         raise DataError(f"{faults[0]}: set --doc_slots={most + 1} or more")
     if fed == steps:
         return DataFacts(shards, 1 << (longest - 1).bit_length())
-    needed = sum(batch_tokens(step) for step in range(steps))
+    needed, counted = 0, 0
+    while counted < steps and (counted < 10_000 or needed < 10 * present):  # of a million steps the rest would take seconds
+        needed, counted = needed + batch_tokens(counted), counted + 1
+    over = "over " if counted < steps else ""
     raise DataError(
-        f"{train_pattern(folder)}: {steps} steps need {needed:,} tokens and what document cuts drop; the shards here "
+        f"{train_pattern(folder)}: {steps} steps need {over}{needed:,} tokens and what document cuts drop; the shards here "
         f"({len(train)}) hold {present:,} usable ones, enough for {fed} steps: add shards or lower --num_scheduled_iterations"
     )

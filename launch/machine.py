@@ -59,7 +59,7 @@ def checksum(octets: bytes | numpy.ndarray) -> str:
 
 
 def checksums(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """By "kind of name", a CRC-32 of each tensor's bytes: 1 s for 1 GB."""
+    """By "kind of name", a CRC-32 of each tensor's bytes: 0.5 s for 1 GiB."""
     octets = {name: x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, x in tensors.items()}
     return {f"{kind} of {name}": checksum(x) for name, x in octets.items()}
 

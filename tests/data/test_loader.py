@@ -360,6 +360,19 @@ def test_too_little_data_is_an_error_before_training_that_names_both_numbers(fol
         check(folder)
 
 
+def test_far_too_little_data_is_told_before_all_steps_are_counted(folder):
+    """Of a million steps the sum alone took seconds."""
+    asked = []
+
+    def tokens(step: int) -> int:
+        asked.append(step)
+        return batch_tokens(0)
+
+    with pytest.raises(DataError, match=r"1000000 steps need over [\d,]+ tokens .* enough for \d+ steps: add"):
+        check(folder, steps=10**6, batch_tokens=tokens)
+    assert max(asked) < 20_000
+
+
 def test_validation_of_one_token_too_few(folder):
     check(folder, val_tokens=399, val_batch_tokens=399)  # the last one's target is the 400th
     with pytest.raises(DataError, match=r"x_val_000000.bin: validation needs 401 tokens, it holds 400: lower --val_tokens"):
