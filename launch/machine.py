@@ -64,7 +64,7 @@ def checksums(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {f"{kind} of {name}": checksum(x) for name, x in octets.items()}
 
 
-def check_unchanged(first: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+def check_buffers(first: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
     """Raise ValueError, naming them, for a model's buffers that its passes have changed, and its restored state has not changed
     back. first: their checksums."""
     now = checksums("the first buffers", tensors)

@@ -85,9 +85,8 @@ class Sources:
 
     def _at_start(self, name: str) -> Path | None:
         """Where a module lay when the process began, if it was read then."""
-        folder = Path(*name.split("."))
-        files = (at / x for at in (self.path.parent, ROOT) for x in (folder / "__init__.py", folder.with_suffix(".py")))
-        return next((x for x in files if x in self.contents), None)
+        files = files_of(Path(*name.split(".")), (self.path.parent, ROOT))
+        return next((file for file in files if file in self.contents), None)
 
     def _named_in(self, path: Path, is_loaded: bool) -> set[Path]:
         """Our files that a file's import statements name, also within functions: those are imported once a step calls them.
@@ -116,8 +115,8 @@ class Sources:
 
     def _find(self, module: Path, folders: Sequence[Path]) -> Path | None:
         """The file of a module in the first of the folders that holds one, if it is ours."""
-        files = (x for folder in folders for x in (folder / module / "__init__.py", (folder / module).with_suffix(".py")))
-        return next(filter(None, (self._ours(f"{x}") for x in files if os.access(x, os.R_OK))), None)
+        files = (file for file in files_of(module, folders) if os.access(file, os.R_OK))
+        return next(filter(None, (self._ours(f"{file}") for file in files)), None)
 
     def _text(self, path: Path) -> str:
         try:
@@ -137,6 +136,13 @@ class Sources:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
+
+
+def files_of(module: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    """Where a module, a path without its ending, may lie, in the order in which Python looks."""
+    for folder in folders:
+        yield folder / module / "__init__.py"
+        yield (folder / module).with_suffix(".py")
 
 
 def is_stale(source: Path) -> bool:

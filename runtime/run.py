@@ -19,7 +19,7 @@ import torch.distributed as dist
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
-from launch.machine import check_unchanged, checksum, checksums, machine_facts, peak_memory
+from launch.machine import check_buffers, checksum, checksums, machine_facts, peak_memory
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused
 from runtime import checkpoints
@@ -85,7 +85,7 @@ class Run:
 
     def restore(self) -> None:
         """The checkpoint's state, if any, into the manager's. Raises AgreedError if the warm-up has changed a buffer."""
-        self.ranks.on_all(check_unchanged, self.buffers, self.manager.live_tensors().get("buffers", {}))
+        self.ranks.on_all(check_buffers, self.buffers, self.manager.live_tensors().get("buffers", {}))
         if self.resumed:
             checkpoints.load_whole_state(self.manager, self.resumed["state"], self.ranks)
             self.resumed = None  # as large as the model with its optimizer

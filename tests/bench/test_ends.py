@@ -77,9 +77,13 @@ try:
         console.run_to_end(["sleep", "600"])
 finally:
     print(children[0].poll())
+    try:
+        console.run_to_end(["/nowhere"])
+    except FileNotFoundError:
+        print(console._late)  # what comes now is heard at once again
 """
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGHUP, f"{-signal.SIGTERM}\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGHUP, f"{-signal.SIGTERM}\nNone\n", "")
 
 
 def test_what_nohup_ignores_ends_no_tool(start, tmp_path):
