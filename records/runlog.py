@@ -46,13 +46,14 @@ ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|I
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
 SETTINGS_LINE = re.compile(r"^(\S.{0,4095}?\.py) (\w+\(.*\))$", re.MULTILINE)  # script, settings
 BANNER = re.compile(rb"\n-{40}\r?\n# *([^\n]{1,4096}?)\r?\n-{40}\r?\n")
-# What may hold quotes or lines like any of a log's, without being one: comments and strings.
+# What may hold quotes or lines like any of a log's, without being one: comments and strings. Without possessive quantifiers,
+# which Python had wrong before 3.11.5; no character can be read in two ways, so none is read often.
 COMMENT_OR_STRING = re.compile(
-    rb"#[^\n]*+"
-    rb"|'''(?:[^'\\]|\\.|'(?!''))*+(?:'''|\Z)"
-    rb'|"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\Z)'
-    rb"|'(?:[^'\\\n]|\\.)*+'"
-    rb'|"(?:[^"\\\n]|\\.)*+"',
+    rb"#[^\n]*"
+    rb"|'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*(?:'''|\Z)"
+    rb'|"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*(?:"""|\Z)'
+    rb"|'[^'\\\n]*(?:\\.[^'\\\n]*)*'"
+    rb'|"[^"\\\n]*(?:\\.[^"\\\n]*)*"',
     re.DOTALL,
 )
 FACTS = (
