@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> None:
         asked = ranks_asked()
         if 0 <= (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
             raise LaunchError(f"ulimit -n is {files}: a run may have {LEAST_FILES} files open: raise it", 1)
+        check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
         script = load(path)
         ranks, options = check(script, options, asked)
@@ -214,6 +215,15 @@ def ranks_asked() -> int | None:
     if text and not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
         raise LaunchError(f"RANKS={text[:20]}: must be a whole number from 1 on", 2)
     return int(text) if text else None
+
+
+def check_interfaces(text: str, interfaces: Callable = socket.if_nameindex) -> None:
+    """Raise LaunchError for a name of gloo's that no network interface has. NCCL's may be patterns."""
+    there = [name for _, name in interfaces()]
+    for name in filter(None, text.split(",")):
+        if name not in there:
+            fault = f"GLOO_SOCKET_IFNAME={ascii(text)[1:-1][:40]}: this machine has no such network interface"
+            raise LaunchError(f"{fault}, but {', '.join(there)}: unset it, or name one of them", 1)
 
 
 def load(path: Path) -> ModuleType:

@@ -185,7 +185,7 @@ def load_whole_state(manager: Any, whole: dict[str, Any], ranks: Ranks) -> None:
 
 def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> None:
     """Raise CheckpointError, naming them, if the checkpoint's parameters are not those of these labels."""
-    held = {name.split(".")[3] for name, _ in leaves(saved) if name.startswith("state.same.parameters.")}
+    held = {name.partition(".parameters.")[2] for name, _ in leaves(saved) if name.startswith("state.same.parameters.")}
     more, less = (", ".join(sorted(x)) or "nothing else" for x in (held - {*labels}, {*labels} - held))
     fault = f"its model is another recipe's: it holds {more}, this script wants {less}: use the sources that trained it"
     raise_if(path, [f"{fault} (records/extract.py writes them from its log)"] if held and held != {*labels} else [])

@@ -190,6 +190,16 @@ def test_a_limit_of_open_files_is_told_before_the_ranks_start(start, shards, tmp
     assert (code, started) == (1, ()) and lines[-1].endswith("error: ulimit -n is 14: a run may have 64 files open: raise it")
 
 
+def test_gloos_interface_must_be_there(start, shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,wlan7")
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (1, ())
+    said = "GLOO_SOCKET_IFNAME=lo,wlan7: this machine has no such network interface, but "
+    assert said in lines[-1] and lines[-1].endswith(": unset it, or name one of them")
+    launcher.check_interfaces("", lambda: [])
+    launcher.check_interfaces("eth0,lo", lambda: [(1, "lo"), (2, "eth0")])
+
+
 @pytest.mark.parametrize("leave, code", [("", 0), ("0", 0), ("3", 3)])
 def test_a_script_that_ends_while_it_is_imported_is_told(start, tmp_path, leave, code):
     script = tmp_path / "idea.py"

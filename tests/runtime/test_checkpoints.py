@@ -107,6 +107,29 @@ def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypat
     assert unequal(ends[0], read_checkpoint(tmp_path / "other" / "logs" / "run" / END)["state"])
 
 
+class WithModule(train_gpt.GPT):
+    def __init__(self, *sizes, **more):
+        super().__init__(*sizes, **more)
+        self.extra = torch.nn.Linear(self.model_dim, self.model_dim, bias=False)
+
+    def hidden_states(self, *args):
+        x = super().hidden_states(*args)
+        return x + 0.1 * self.extra(x)
+
+
+def test_an_idea_with_a_module_resumes(shards, tmp_path, monkeypatch, no_warm_up):
+    """Its label, extra.weight, has a dot: all of its checkpoints were refused, as another recipe's."""
+    monkeypatch.setattr(train_gpt, "GPT", WithModule)
+    monkeypatch.setitem(train_gpt.PARAM_TABLE, "extra.weight", train_gpt.Adam("sharded"))
+    for order in ("SCATTER_ORDER", "WORK_ORDER"):
+        monkeypatch.setattr(train_gpt, order, (*getattr(train_gpt, order), "extra.weight"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    main(options(shards, one, save_every=3, keep_checkpoints=9))
+    main(options(shards, two, save_every=3, resume=one / "logs" / "run" / "step_000003.pt"))
+    ends = [read_checkpoint(folder / "logs" / "run" / END)["state"] for folder in (one, two)]
+    assert unequal(*ends) == [] and ends[0]["same"]["parameters"]["extra.weight"].any()
+
+
 def test_a_resumed_run_warms_up_without_a_trace(unbroken, shards, tmp_path):
     main(options(shards, tmp_path, **BF16, save_every=99, resume=unbroken / "run" / "step_000006.pt"))
     a, b = (read_checkpoint(logs / "run" / END) for logs in (unbroken, tmp_path / "logs"))
