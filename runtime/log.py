@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def same_run(path: Path, log: dict[str, str]) -> tuple[str, str] | None:
 class Log:
     """A file on the first rank, nothing on the others. The console sees what is asked to; a terminal one live line.
     A resumed run goes on in its log, cut where the checkpoint was made, with a note in the header. Lines that the disk does not
-    take wait for the next try; told once, and the run goes on. A file that is deleted, replaced or cut is made again."""
+    take wait for the next try; told once, and the run goes on. A file that is deleted, replaced or changed is made again."""
 
     def __init__(self, ranks: Ranks, path: Path, header: str, resumed: dict[str, str] | None = None):
         """header: see log_header; resumed: a checkpoint's log, `header` then being the note. Raises OSError or ValueError."""
@@ -70,22 +71,23 @@ class Log:
         if console:
             self.show(text)
 
-    def _put(self) -> None:
-        try:
-            found = os.stat(self.path)
-        except FileNotFoundError:
-            return self._write_all()
-        if (found.st_dev, found.st_ino) != self.place or found.st_size < self.size:
+    def _put(self, compare: bool = False) -> None:
+        there = os.stat(self.path) if self.path.exists() else None
+        kept = there and (there.st_dev, there.st_ino, there.st_size) == (*self.place, self.size)
+        if not kept or (compare and self.path.read_bytes() + self.unwritten != self._text()):
             return self._write_all()
         while self.unwritten:  # a full disk takes a part, then raises
             written = self.file.write(self.unwritten)
             self.size, self.unwritten = self.size + written, self.unwritten[written:]
 
+    def _text(self) -> bytes:
+        return encoded("".join([self.header, "\n", *self.lines]))
+
     def _write_all(self) -> None:
         """A new file of what is in memory, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(self.path) as file:
-            file.write(encoded("".join([self.header, "\n", *self.lines])))
+            file.write(self._text())
         self.file, self.unwritten = open(self.path, "ab", buffering=0), b""
         found = os.fstat(self.file.fileno())
         self.place, self.size = (found.st_dev, found.st_ino), found.st_size
@@ -103,6 +105,8 @@ class Log:
 
     def close(self) -> None:
         if not self.quiet:
+            with suppress(OSError):  # lines that wait are shown below
+                self._put(compare=True)
             self.file.close()
         if self.unwritten:
             self.show(f"{self.path} lacks its last {len(self.unwritten)} bytes:\n{self.unwritten.decode(errors='replace')}")
@@ -169,12 +173,10 @@ class StepReport:
         self.loss, *stops = self.numbers.tolist()
         return self.loss, next((stop for stop, ranks in zip(STOPS, stops) if ranks), 0)
 
-    def end(self) -> None:
-        """The step's work is launched."""
+    def end(self) -> None:  # the step's work is launched
         if self.on_gpu:
             self.ended.record()
 
-    def wait(self) -> None:
-        """Until the device is through with the step."""
+    def wait(self) -> None:  # until the device is through with the step
         if self.on_gpu:
             self.ended.synchronize()

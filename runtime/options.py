@@ -59,8 +59,7 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
     return settings(**{**presets[given.pop("preset")], **given})
 
 
-def boolean(text: str) -> bool:
-    """argparse type: true or false."""
+def boolean(text: str) -> bool:  # argparse type
     if text.lower() not in ("true", "false", "1", "0"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() in ("true", "1")

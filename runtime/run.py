@@ -139,8 +139,7 @@ class Run:
         live = f"step {number}/{self.total}  loss {done.loss:.4f}  {speed:,.0f} tokens/s  {left // 60}:{left % 60:02d} left"
         self.log.progress(step_line(number, self.total, seconds), live)
 
-    def must_pause(self, step: int) -> bool:
-        """Is a checkpoint due before `step`, or did all ranks agree to stop?"""
+    def must_pause(self, step: int) -> bool:  # for a checkpoint, due before `step`, or as all ranks agreed to stop
         return bool(self.signals.agreed) or step in self.saved_steps
 
     @contextmanager

@@ -663,7 +663,18 @@ def replaced(path: Path) -> None:
     path.write_text(f"{text}mine\n" * 9)
 
 
+def edited(path: Path) -> None:
+    """In place, as many editors do: the same file, longer."""
+    with open(path, "r+") as file:
+        text = file.read()
+        file.seek(0)
+        file.write(f"a remark\n{text}")
+
+
 LOSSES = {
+    "edited in place": edited,
+    "copied over": lambda path: path.write_text("another run's\n" * 99),
+    "appended to": lambda path: path.open("a").write("mine\n"),
     "deleted": Path.unlink,
     "emptied": lambda path: os.truncate(path, 0),
     "cut": lambda path: os.truncate(path, 30),
@@ -689,6 +700,15 @@ def test_a_log_that_is_lost_is_written_again_from_memory(tmp_path, case, resumed
         assert path.read_text() == expected
     log.close()
     assert [name for name in os.listdir(path.parent) if "tmp" in name] == []
+
+
+@pytest.mark.parametrize("change", [lambda path: path.write_text(path.read_text().replace("step", "STEP")), Path.unlink])
+def test_a_log_that_changes_after_its_last_line_is_made_again(tmp_path, change):
+    log = Log(ONE, path := tmp_path / "run.txt", "header")
+    log.write("step:1")
+    change(path)
+    log.close()
+    assert path.read_text() == "header\nstep:1\n"
 
 
 def test_a_lost_log_on_a_full_disk_comes_back_with_the_room(tmp_path, monkeypatch, capsys):
