@@ -5,10 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from bench import communication
+from bench import communication, cpu_step
 from bench.settings import trainer_settings
 from common import ROOT, train_gpt
+from data.loader import synthetic_batch, to_device
+from runtime.ranks import Ranks
 from tail_averages import TAIL_TABLE
 from train_gpt import PARAM_TABLE, TrainingManager
 
@@ -58,3 +62,35 @@ def test_every_kind_of_step_is_taken_apart_by_label() -> None:
     kinds = re.split(r"\n(?=NorMuon alone|with Adam)", done.stdout)[1:]
     labels = [set(re.findall(r"^\| (\w+) \| [\d.]", kind, re.MULTILINE)) for kind in kinds]
     assert labels == [{"attn", "mlp"}, set(PARAM_TABLE) - {"embed"}, set(PARAM_TABLE)]
+
+
+SMALL = "--preset=demo --model_dim=32 --num_heads=2 --head_dim=16 --batch_unit=32 --micro_batches=1 --val_batch_tokens=512"
+
+
+def test_the_products_of_a_step_are_counted_as_pytorch_counts_them() -> None:
+    """By its own counter, which knows no FP8 head; of that, forward and backward, by hand."""
+    h = trainer_settings([*SMALL.split(), "--val_tokens=512"])
+    manager = train_gpt.build(h, Ranks(0, 1, torch.device("cpu")))
+    manager.advance_schedule(300)
+    sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
+    batch = to_device(synthetic_batch(768, **sizes), torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        cpu_step.pair(manager, [batch], 300, watch := cpu_step.Timed())
+    counted: dict[str, int] = {}
+    for call, calls in watch.calls.items():
+        if call.name in cpu_step.PRODUCTS:
+            counted[call.name] = counted.get(call.name, 0) + calls * cpu_step.operations(call)
+    head = 2 * 2 * 768 * 32 * 384  # of two steps
+    assert (counted.pop("fp8_linear"), counted.pop("fp8_linear_backward")) == (head, 2 * head)
+    assert sum(counted.values()) == counter.get_total_flops() > 20 * head
+
+
+def test_a_step_on_a_cpu_is_taken_apart() -> None:
+    command = [sys.executable, str(ROOT / "bench" / "cpu_step.py"), *SMALL.split(), "--val_tokens=512"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line.startswith("|")]
+    kinds = {row[0]: row[1:] for row in rows[2:]}
+    assert rows[0] == ["operation", "calls", "ms", "share", "GFLOP/s", "ms by itself"]
+    assert kinds["products, head, FP8 emulated"][0] == "2" and int(kinds["mul"][0]) > 100
+    assert all(float(row[1]) >= 0 for row in kinds.values()) and sum(int(row[2].strip("%")) for row in kinds.values()) >= 90
