@@ -51,6 +51,7 @@ HIDES = "{} hides the module {!r} that others import: rename it"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: GNU timeout's to its child, then to its group
 LEAST_FILES = 64  # that a process may have open: 40 were enough for one rank on a CPU
+RANK_THREADS = 8  # of a rank on a CPU, beside those that share its products: counted
 PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, launch/signals.py; more while one says that it saves
 # Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
 # the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13.
@@ -176,8 +177,11 @@ def console(text: str, stream: str = "stdout") -> None:
             taken.append(True)
 
     thread = threading.Thread(target=put, daemon=True)
-    thread.start()
-    thread.join(1)
+    try:
+        thread.start()
+        thread.join(1)
+    except RuntimeError:  # no thread is to be had
+        put()
     if not taken:
         setattr(sys, stream, open(os.devnull, "w"))
 
@@ -309,6 +313,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         check_cache("TRITON_CACHE_DIR")
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
+    check_threads(ranks, torch.get_num_threads())
     if hasattr(script, "SOURCES"):
         script.SOURCES.imported()  # that a log can hold them
         drop_stale_caches(getattr(script.SOURCES, "contents", ()))
@@ -346,13 +351,20 @@ def gaps(shards: dict[str, str]) -> Iterator[str]:
 
 
 def check_plain(settings: type, presets: dict[str, dict]) -> None:
-    """Raise LaunchError for a setting that is no bool, int, float or str: no option gives it, no checkpoint gives it back."""
+    """Raise LaunchError for a setting that is no bool, int, float or str: no option gives it, no checkpoint gives it back; for
+    one whose values are not of its type, as of checkpoints and logs they would be; for the name of an option of our own."""
     kinds = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
+        if field.name in ("help", "preset"):
+            raise LaunchError(f"the setting {field.name} has the name of an option that all scripts have: rename it", 1)
         values = [field.default, *(preset[field.name] for preset in presets.values() if field.name in preset)]
         if odd := [kind for kind in (kinds[field.name], *map(type, values)) if kind not in PLAIN]:
             name = getattr(odd[0], "__qualname__", odd[0])
             raise LaunchError(f"the setting {field.name} is or holds a {name}: must be a plain bool, int, float or str", 1)
+        kind = kinds[field.name]
+        if odd := [value for value in values if type(value) is not kind]:
+            fault = f"the setting {field.name} is of type {kind.__name__}, and {odd[0]!r} is none"
+            raise LaunchError(f"{fault}: write {kind(odd[0])!r}" if kind is float else fault, 1)
 
 
 def check_cache(name: str) -> None:
@@ -478,6 +490,23 @@ def failure(command: list[str], **environment: str) -> str:
         return f"{error}"
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     return (said[-1] if said else f"exit code {done.returncode}") if done.returncode else ""
+
+
+def check_threads(ranks: int, cores: int) -> None:
+    """Raise LaunchError if this process may not have as many threads as ranks on a CPU will (ulimit -u, a container's limit of
+    processes): without them they end in tracebacks, or wait for each other. Tried, as no limit says what is left of it."""
+    need, started, ended = RANK_THREADS * ranks + 2 * cores, [], threading.Event()
+    try:
+        for _ in range(need):
+            (thread := threading.Thread(target=ended.wait, daemon=True)).start()
+            started.append(thread)
+    except RuntimeError:
+        fault = f"{ranks} rank{'s need' if ranks > 1 else ' needs'} about {need} threads, {len(started)} can be had"
+        raise LaunchError(f"{fault}: raise ulimit -u or the container's limit of processes", 1) from None
+    finally:
+        ended.set()
+        for thread in started:
+            thread.join()
 
 
 def check_memory(ranks: int, each: int) -> None:

@@ -482,6 +482,50 @@ def test_a_setting_that_no_checkpoint_could_give_back_is_refused(start, shards, 
     ), lines
 
 
+ODD_SETTINGS = {
+    "a whole number": ("gamma: float = 1", "gamma is of type float, and 1 is none: write 1.0"),
+    "a text": ("gamma: int = '1'", "gamma is of type int, and '1' is none"),
+    "an option": ("preset: str = 'x'", "preset has the name of an option that all scripts have: rename it"),
+    "the other option": ("help: str = 'x'", "help has the name of an option that all scripts have: rename it"),
+}
+
+
+@pytest.mark.parametrize("case", ODD_SETTINGS)
+def test_a_setting_must_be_of_its_type_and_have_a_name_of_its_own(start, shards, tmp_path, case):
+    """A float that is 1 made checkpoints that could not be resumed: 1.0 came back."""
+    field, said = ODD_SETTINGS[case]
+    line = "    seed: int = setting("
+    (tmp_path / "idea.py").write_text(SCRIPT.read_text().replace(line, f"    {field}\n{line}"))
+    code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
+    assert (code, started) == (1, ()) and lines[-1] == f"idea.py: error: the setting {said}"
+
+
+def test_a_limit_of_threads_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch):
+    """ulimit -u, or a container's pids.max; messages need a thread too, where one can be had."""
+    begin = threading.Thread.start
+
+    def limited(thread):
+        if thread.daemon:
+            if threading.active_count() > 9:
+                raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (1, ())
+    said = r"2 ranks need about \d+ threads, \d can be had: raise ulimit -u or the container's limit of processes"
+    assert re.search(said, lines[-1]), lines
+
+
+def test_a_launcher_that_can_have_no_thread_still_speaks(monkeypatch, capfd):
+    def none(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    launcher.console("said")
+    assert capfd.readouterr().out == "said\n"
+
+
 @pytest.mark.parametrize("place", ["project", "folder of an idea"])
 def test_so_is_one_beside_the_script(start, shards, tmp_path, monkeypatch, place):
     """test.py, which nothing imports, is none."""
