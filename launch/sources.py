@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
-LIBRARIES = tuple(f"{path}{os.sep}" for path in (*STANDARD, *map(os.path.realpath, STANDARD)))
+LIBRARIES = (f"{path}{os.sep}" for path in (*STANDARD, *map(os.path.realpath, STANDARD)))
+LIBRARIES = tuple(path for path in LIBRARIES if not f"{ROOT}".startswith(path))
 
 
 class Sources:
@@ -125,14 +126,19 @@ class Sources:
             raise ValueError(f"{path}, byte {error.start}: is not UTF-8: save it as UTF-8") from None
 
     def _ours(self, file: str) -> Path | None:
-        if not file.endswith(".py") or INSTALLED.search(file) or file.startswith(LIBRARIES):  # nearly all
+        if not file.endswith(".py") or self._installed(file):  # nearly all
             return None
         for path in places(file):  # a link that lies beside the script counts, wherever its end
             beside = path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent)
-            installed = INSTALLED.search(f"{path}") or f"{path}".startswith(LIBRARIES)
-            if beside and not installed and (path in self.contents or path.is_file()):
+            if beside and not self._installed(f"{path}") and (path in self.contents or path.is_file()):
                 return path
         return None
+
+    def _installed(self, file: str) -> bool:
+        """Is it Python's own or a package's? The project may itself lie in a folder of packages."""
+        homes = (f"{home}" for home in (ROOT, self.path.parent) if not INSTALLED.fullmatch(f"/{home.name}/"))
+        inside = next((file[len(home) :] for home in homes if file.startswith(f"{home}{os.sep}")), file)
+        return bool(INSTALLED.search(inside)) or file.startswith(LIBRARIES)
 
     def _name(self, path: Path) -> str:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()

@@ -145,7 +145,8 @@ def is_message(error: Exception) -> bool:
     """Was it raised to be read? A ValueError of Python or of a library, as for a wrong shape, is a bug, which has a place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     path = Path(frame.filename)
-    library = "site-packages" in path.parts or path.is_relative_to(Path(os.__file__).parent)
+    inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path  # which may itself lie in a folder of packages
+    library = "site-packages" in inside.parts or path.is_relative_to(Path(os.__file__).parent)
     return isinstance(error, OSError) or not library and (frame.line or "").startswith("raise ")
 
 

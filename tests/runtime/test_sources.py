@@ -25,8 +25,9 @@ END = "step_000008.pt"
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """The project as users have it, with an idea in a folder of its own that has its own kernels; its parent is no part."""
-    root = copy_project(tmp_path_factory.mktemp("place") / "project")
+    """The project as users have it, with an idea in a folder of its own that has its own kernels; its parent is no part, and
+    named as if only installed packages were in it."""
+    root = copy_project(tmp_path_factory.mktemp("place") / "dist-packages" / "project")
     shutil.copy(SCRIPT, root / "train_gpt.py")
     write_idea(root / "ideas", "idea.py", "my_kernels")
     return root
