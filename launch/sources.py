@@ -120,6 +120,8 @@ class Sources:
         return next(filter(None, (self._ours(f"{file}") for file in files)), None)
 
     def _text(self, path: Path) -> str:
+        if (at := self.contents[path].find(0)) >= 0:  # Python takes none either
+            raise ValueError(f"{path}, byte {at}: a NUL byte, which no text holds: save it without")
         try:
             return self.contents[path].decode()
         except UnicodeDecodeError as error:

@@ -272,11 +272,12 @@ def test_a_file_that_cannot_be_read_is_none_but_the_script(tree, monkeypatch):
         Sources(root / "unused.py")
 
 
-def test_a_source_that_no_log_can_hold_is_named(tree):
-    """Python reads it by its first line; a log would hold another program."""
+@pytest.mark.parametrize("end, said", [(b"\xe9", "is not UTF-8: save it as UTF-8"), (b"\0", "a NUL byte, which no text holds")])
+def test_a_source_that_no_log_can_hold_is_named(tree, end, said):
+    """Python reads the one by its first line; a log would hold another program. The other, of a disk's fault, ends a log."""
     root, load = tree
-    (root / "idea.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe9'\n")
-    sources, said = Sources(root / "idea.py"), "idea.py, byte 31: is not UTF-8: save it as UTF-8"
+    (root / "idea.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '" + end + b"'\n")
+    sources, said = Sources(root / "idea.py"), f"idea.py, byte 31: {said}"
     with pytest.raises(ValueError, match=rf"{root}/{said}"):
         sources.imported()
 
