@@ -73,7 +73,7 @@ def sample_text(manager: Any) -> str:
     for i, prompt in enumerate(first_documents(h.data, h.bos_id, 1 + PROMPT_TOKENS, PROMPTS), 1):
         text = continue_text(manager, prompt, h.sample_tokens, h.sample_temperature, h.sample_nucleus)
         texts.append(f"[{i}] {decode(prompt[1:], h.encoding)}⟫{decode(text, h.encoding)}")
-    return "\n\n".join(texts)
+    return "\n\n".join(texts).replace("\0", "\\x00")  # a young model writes any byte; a NUL would end the log
 
 
 def load_script(path: Path, name: str = "") -> ModuleType:

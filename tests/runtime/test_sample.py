@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,6 +76,13 @@ def test_the_latest_is_the_projects_wherever_one_stands(tmp_path, monkeypatch, c
     with pytest.raises(ZeroDivisionError):
         sample.main(["latest", "x", f"--script={SCRIPT}"])
     assert looked == [("latest", f"{ROOT / 'logs'}")]
+
+
+def test_a_log_holds_no_nul_of_a_sample(shards, monkeypatch):
+    """A model of bytes may write one, which would end the log for all that read it."""
+    monkeypatch.setattr(sample, "continue_text", lambda *_: [0, 10, 65])
+    texts = sample.sample_text(SimpleNamespace(h=Hyperparameters(data=f"{shards}", bos_id=256, encoding="bytes")))
+    assert texts.count("⟫\\x00\nA") == 3
 
 
 def test_sampling_computes_with_the_saved_weights(logs, monkeypatch):
