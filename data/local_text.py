@@ -32,8 +32,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors,
-    open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
+    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, named, number_between,
+    one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
 from launch.console import console, user_path
 
@@ -117,7 +117,7 @@ def read_text(path: Path) -> bytes | None:
     that memory does not hold."""
     decoder, blocks = codecs.getincrementaldecoder("utf-8")(), []
     try:
-        with path.open("rb") as file:
+        with named(path), path.open("rb") as file:
             while block := file.read(2**20):
                 decoder.decode(block)
                 if b"\0" in block:

@@ -56,6 +56,7 @@ PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, launch/sig
 # Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
 # the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13.
 RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
+LIBRARIES = 1 << 30  # bytes of a rank's addresses that are in no memory, as PyTorch's files: 1.0 GiB
 SIZES = "--model_dim, --bigram_rows, --vocab_size or the batches"  # what a model's memory goes by
 CGROUP_MEMORY = (  # where control groups are, their limit, use and, in memory.stat, cached files: version 2, then 1
     ("sys/fs/cgroup", "memory.max", "memory.current", r"^(?:in)?active_file (\d+)$"),
@@ -511,7 +512,11 @@ def check_threads(ranks: int, cores: int) -> None:
 
 
 def check_memory(ranks: int, each: int) -> None:
-    """Raise LaunchError for more ranks than memory holds, of so many bytes each."""
+    """Raise LaunchError for more ranks than memory holds, of so many bytes each, or for one that the user's limits do not let in."""
+    for option, limit, beside in (("v", resource.RLIMIT_AS, LIBRARIES), ("d", resource.RLIMIT_DATA, 0)):
+        if 0 <= (found := resource.getrlimit(limit)[0]) < each + beside:
+            fault = f"ulimit -{option} is {found >> 10}, a rank needs about {(each + beside) >> 10}"
+            raise LaunchError(f"{fault}: raise it, or lower {SIZES}", 1)
     need, free = ranks * each, free_memory()
     if need > free:
         fewer = each <= free

@@ -308,6 +308,13 @@ def test_a_file_that_fails_for_another_reason_ends_it(tmp_path: Path, library: P
     assert not [*(tmp_path / "out").glob("*.bin")]
 
 
+def test_a_file_that_breaks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """As by a bad sector; the system's error names no file then."""
+    (tmp_path / "memory").symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match="Input/output error: .*/memory'"):
+        local_text.read_text(tmp_path / "memory")
+
+
 def test_a_large_file_that_is_no_text_is_hardly_read(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a disk's image, larger than memory; a text that is gets a message with its name."""
     with open(library / "disk.img", "wb") as file:

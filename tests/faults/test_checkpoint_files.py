@@ -98,6 +98,16 @@ def test_what_is_no_checkpoint_is_refused_before_it_is_read(tmp_path, capsys, ca
     assert re.search(f"passed over .*step_000008.pt: {why}", capsys.readouterr().err)
 
 
+def test_what_is_passed_over_is_told_once(tmp_path, capsys, monkeypatch):
+    """By the launcher's check; its ranks find the same."""
+    monkeypatch.setenv("BANKRUN_LAUNCHER", "1")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step_000008.pt").write_text("x")
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        find_checkpoint("latest", f"{tmp_path}", "run")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_copy_under_a_later_steps_name_is_no_later_step(tmp_path, capsys):
     save(tmp_path / "a", 3, 7)
     shutil.copy(tmp_path / "a" / "step_000003.pt", tmp_path / "a" / "step_000009.pt")

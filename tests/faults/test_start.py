@@ -127,6 +127,16 @@ def test_more_ranks_than_memory_holds_are_refused(start, shards, tmp_path, monke
     assert start(*options(shards, tmp_path))[2]
 
 
+@pytest.mark.parametrize("option, number", [("v", "RLIMIT_AS"), ("d", "RLIMIT_DATA")])
+def test_a_limit_of_memory_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch, option, number):
+    """As a batch system sets it; ranks ended in tracebacks of the library that could not allocate."""
+    limits, own = resource.getrlimit, getattr(resource, number)
+    monkeypatch.setattr(launcher.resource, "getrlimit", lambda x: (500 << 20, -1) if x == own else limits(x))
+    code, lines, started = start(*options(shards, tmp_path))
+    said = rf"error: ulimit -{option} is 512000, a rank needs about \d{{6,7}}: raise it, or lower --model_dim"
+    assert (code, started) == (1, ()) and re.search(said, lines[-1]), lines
+
+
 @pytest.mark.parametrize("size", ["--bigram_rows=100000000", "--model_dim=65536 --num_heads=2048 --head_dim=32"])
 def test_a_model_that_memory_does_not_hold_is_refused_unbuilt(start, shards, tmp_path, monkeypatch, size):
     """It was built to be looked at, and the check was killed."""
