@@ -386,6 +386,11 @@ CHANGES = {  # by file: what, tests, old, new
         ("what slows every collective is not told", "runtime/machine", "(TORCH(?!ELASTIC)|", "(TORCH_COMPILE|"),
     ),
     "launch/sources.py": (
+        ("a source's NUL ends the log", "runtime/sources::test_a_source_that_no_log_can_hold_is_named",
+         "self.contents[path].find(0)) >= 0", "self.contents[path].find(0)) > 1 << 40"),
+        ("a project among packages logs its script alone",
+         "runtime/sources::test_the_log_holds_every_file_that_was_imported",
+         'return bool(INSTALLED.search(inside)) or', 'return bool(INSTALLED.search(file)) or'),
         ("a rank by hand runs a stale compiled form", "runtime/sources::test_a_rank_by_hand_runs_no_stale_compiled_form",
          "(held != now or is_stale(file))", "held != now"),
         ("a script of any name is trained", "faults/start::test_a_script_whose_name_no_log_could_give_back_is_refused",
@@ -421,6 +426,11 @@ CHANGES = {  # by file: what, tests, old, new
          "{self.path, *python_files(ROOT)}", "{self.path}"),
     ),
     "launch/start.py": (
+        ("a limit of threads is met by the ranks", "faults/start::test_a_limit_of_threads_is_told_before_the_ranks_start",
+         "    check_threads(ranks, torch.get_num_threads())\n", ""),
+        ("a whole number is taken for a float's default",
+         "faults/start::test_a_setting_must_be_of_its_type_and_have_a_name_of_its_own",
+         "if type(value) is not kind]", "if type(value) not in PLAIN]"),
         ("mistakes are told once the data are made", "faults/start::test_a_mistake_is_told_before_data_are_made",
          "begun = time.monotonic()\n\n    def", "begun = make_data(MAKERS[own])\n\n    def"),
         ("strings of a set have an order on each rank", "faults/start::test_the_environment_of_a_rank_is_torchruns",
@@ -480,6 +490,8 @@ CHANGES = {  # by file: what, tests, old, new
          "                fcntl.flock(file, fcntl.LOCK_EX)\n", "                pass\n"),
     ),
     "runtime/checkpoints.py": (
+        ("an idea with a module cannot be resumed", "runtime/checkpoints::test_an_idea_with_a_module_resumes",
+         'name.partition(".parameters.")[2]', 'name.split(".")[3]'),
         ("one rank's number is saved for all", "runtime/joining::test_a_number_of_one_ranks_own_is_not_saved_for_all",
          "    ranks.check_same({name: x for name, x in leaves(state) if not isinstance(x, Tensor)})\n", ""),
         ("a run goes on elsewhere in the data",
@@ -509,6 +521,10 @@ CHANGES = {  # by file: what, tests, old, new
          "min(saves, keep + 1 - len(", "min(saves, keep - len("),
     ),
     "runtime/log.py": (
+        ("a log that another hand makes longer stays so",
+         "faults/running::test_a_log_that_is_lost_is_written_again_from_memory",
+         "there and (there.st_dev, there.st_ino, there.st_size) == (*self.place, self.size)",
+         "there and (there.st_dev, there.st_ino) == self.place"),
         ("latest takes a course that was left before its first step",
          "faults/checkpoint_files::test_latest_keeps_to_a_course_that_has_just_been_chosen",
          "if environment.startswith(there) or", "if True or"),
@@ -569,6 +585,8 @@ CHANGES = {  # by file: what, tests, old, new
          'x!a} {text[-8:]}"', 'x!a} {text[:8]}"'),
     ),
     "sample.py": (
+        ("a NUL that a model writes ends the log", "runtime/sample::test_a_log_holds_no_nul_of_a_sample",
+         '.replace("\\0", "\\\\x00")', ""),
         ("the smallest nucleus holds nothing",
          "runtime/sample::test_the_nucleus_is_the_fewest_likeliest_that_reach_its_share",
          "order[1:][(ranked.cumsum(0) - ranked)[1:] >= nucleus]", "order[(ranked.cumsum(0) - ranked) >= nucleus]"),
