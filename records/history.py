@@ -259,8 +259,8 @@ def figures(log: RunLog) -> tuple:
 
 
 def read(path: Path) -> str:
-    """With its line breaks as they are."""
-    return path.read_bytes().decode()
+    """With its line breaks as they are, without the mark that some editors put before a text in UTF-8."""
+    return path.read_bytes().decode("utf-8-sig")
 
 
 def copy_logs(group: Group, folder: Path) -> None:

@@ -199,6 +199,14 @@ def test_so_do_its_line_breaks(tmp_path, root):
         history.main(["--check"], root)
 
 
+def test_a_page_that_an_editor_saved_with_a_mark_of_utf_8_is_one(tmp_path, root):
+    add(root, "1_A", write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28]))
+    readme = root / "1_A" / "README.md"
+    readme.write_bytes(b"\xef\xbb\xbf" + readme.read_bytes())
+    history.main([], root)
+    history.main(["--check"], root)
+
+
 def test_a_log_that_a_folder_would_hide_is_refused(tmp_path, root):
     folder = Path(write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28]))
     (folder / "1.txt").rename(folder / "1.out")
