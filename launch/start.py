@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         for number in heeded_signals():
             signal.signal(number, interrupt)
         if not standing():
-            raise LaunchError("the current folder is gone: change into one that is there", 1)
+            raise LaunchError("the current folder is gone or may not be searched: change into another", 1)
         path, options = find_script(given)
         name = path.name
         if {"--help", "-h"} & {*options}:

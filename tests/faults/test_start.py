@@ -731,7 +731,7 @@ def test_a_folder_that_is_gone_is_told(tmp_path, command):
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
     said = [line for line in done.stderr.splitlines() if not line.startswith("shell-init: ")]  # bash's own
     name = command.rpartition("/")[2]
-    assert done.returncode == 1 and said == [f"{name}: error: the current folder is gone: change into one that is there"]
+    assert done.returncode == 1 and said == [f"{name}: error: the current folder is gone or may not be searched: change into another"]
 
 
 def test_run_sh_passes_a_programs_exit_code_on(tmp_path):
