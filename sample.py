@@ -100,12 +100,14 @@ def sample(
     place, saved = checkpoints.find_checkpoint(path, log_dir)
     defaults = vars(trainer.Hyperparameters())
     settings = saved.get("hyperparameters")
-    checkpoints.check_recipe(place, saved, trainer.PARAM_TABLE)
-    checkpoints.raise_if(place, checkpoints.differences(settings, defaults, "hyperparameters."))
+    if faults := checkpoints.differences(settings, defaults, "hyperparameters."):
+        checkpoints.check_recipe(place, saved, trainer.PARAM_TABLE)  # says more
+        checkpoints.raise_if(place, faults)
     ranks = Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     h = trainer.Hyperparameters(**{**settings, "compile": False})
     h.check(ranks.world_size)
     manager = trainer.build(h, ranks)
+    checkpoints.check_recipe(place, saved, manager.own_rows)
     if isinstance(saved.get("sources"), dict) and (other := other_sources(trainer, saved["sources"])):
         fault = f"{place.name} was trained by other source ({other}): if that makes another model, name it by --script"
         print(printable(f"sample.py: {fault}"), file=sys.stderr)

@@ -799,7 +799,7 @@ class NorMuonAndAdam:
         check_order("work_order", self.work_order, self.params)
         ties = [(label, row.tied_to) for label, row in param_table.items() if row.tied_to]
         raise_first(*((b not in self.params, f"{a} is tied to {b}, which is no parameter") for a, b in ties))
-        raise_first(*((not x.numel(), f"{name} is empty: take it out of GPT and the tables") for name, x in self.params.items()))
+        raise_first(*((not x.dim() * x.numel(), f"{name} is empty or 0-dim: give it rows") for name, x in self.params.items()))
         alone = not dist.is_initialized()
         self.rank, self.world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         self.tied = True
@@ -814,8 +814,9 @@ class NorMuonAndAdam:
         for label, shard in self.shards.items():
             self.state[label] = param_table[label].initial_state(shard)
             self.constants[label] = param_table[label].constants(shard, self.own_rows[label].start)
-            bad = [tuple(x.shape) for x in self.state[label].values() if torch.is_tensor(x) and x.shape[:1] != shard.shape[:1]]
-            raise_first((bad, f"{label}: initial_state made {bad}: must have as many rows as it was given, {len(shard)}"))
+            fits = lambda x: x.shape[:1] == shard.shape[:1] if torch.is_tensor(x) else hasattr(x, "__float__")
+            bad = ", ".join(name for name, x in self.state[label].items() if not fits(x))
+            raise_first((bad, f"{label}: initial_state's {bad}: must be numbers, or tensors of the rows given, {len(shard)}"))
 
     # Layout
 
@@ -984,8 +985,9 @@ class NorMuonAndAdam:
     def load_state(self, saved: dict[str, dict[str, Any]]) -> None:
         """Copy saved states, by label, into these tensors, in place: compiled updates keep them."""
         for label, values in saved.items():
+            own = self.state[label]
+            raise_first((late := {*own} - {*values}, f"{label}: update made {late}: make it in initial_state, for checkpoints"))
             for name, value in values.items():
-                own = self.state[label]
                 own[name] = own[name].copy_(value) if isinstance(value, Tensor) else value
 
 
@@ -1152,13 +1154,12 @@ class TrainingManager:
 
     def contradictions(self, state: dict[str, Any], step: int) -> list[str]:
         """What a state of the right layout cannot hold at the start of `step`: the value and the rule."""
-        same, tied, faults = state["same"], step <= self.split_step, []
-        if same["tied"] != tied:
-            faults.append(f"same.tied is {same['tied']}, must be {tied} at step {step}")
+        same, tied = state["same"], step <= self.split_step
+        faults = [f"same.tied is {same['tied']}, must be {tied} at step {step}"] * (same["tied"] != tied)
         due = {f"{step_schedule(at, self.h).yarn_window}" for at in (max(0, step - 1), step)}  # before or after its validation
         if f"{same['yarn_window']}" not in due:
             faults.append(f"same.yarn_window is {same['yarn_window']}, must be {' or '.join(sorted(due))} at step {step}")
-        counts = {label: values.get("step", 0) for label, values in {**same["optimizer"], **state["sharded"]}.items()}
+        counts = {x: n for x, y in (same["optimizer"] | state["sharded"]).items() if not torch.is_tensor(n := y.get("step", 0))}
         return faults + [f"the step of {label} is {n}, must be 0 or more" for label, n in counts.items() if n < 0 or n % 1]
 
 
@@ -1178,8 +1179,7 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
             model.float()
         model.to(ranks.device)
     except (RuntimeError, MemoryError, OverflowError) as error:
-        fault = "no model of this size can be made here, lower --model_dim or --val_batch_tokens"
-        raise ValueError(f"{fault}: {error}") from error
+        raise ValueError(f"no model of this size can be made here, lower --model_dim or --val_batch_tokens: {error}") from error
     if h.compile:
         model.compile(dynamic=False, fullgraph=True)
     return TrainingManager(model, h)

@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
+TOOLS = ("bench", "data", "launch", "records", "tests")  # folders whose scripts may use a training script
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
 LIBRARIES = (f"{path}{os.sep}" for path in (*STANDARD, *map(os.path.realpath, STANDARD)))
@@ -64,6 +65,19 @@ class Sources:
             if not name.isprintable() or "\\" in name or len(name) > 200:  # extract.py's rules
                 raise ValueError(f"{name!a:.210}: a name of over 200 characters, or with \\ or control characters: rename it")
         return {name: self._text(path) for name, path in named.items()}
+
+    def of_run(self) -> dict[str, str]:
+        """The same, for a log. Raises ValueError also where the process runs another script, which has taken this one's main():
+        no log would hold it."""
+        at = Path(getattr(sys.modules.get("__main__"), "__file__", None) or self.path).resolve()
+        tool = at == ROOT / "sample.py" or any(at.is_relative_to(ROOT / name) for name in TOOLS)
+        if at.suffix == ".py" and at != self.path and not tool and not self._installed(f"{at}"):
+            raise ValueError(self.taken_by(at))
+        return self.imported()
+
+    def taken_by(self, other: Path) -> str:
+        """What is told of another script that runs this one's main()."""
+        return f"{other.name} runs the main() of {self.path}, whose log would not hold {other.name}: make it a changed copy of that"
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """For Python's imports, as the first finder: of a file that has since been edited, has gone, or is hidden by one that has

@@ -94,6 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
         script = load(path)
+        check_main(script, path)
         ranks, options = check(script, options, asked)
         code = Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name).wait()
     except LaunchError as error:
@@ -223,6 +224,13 @@ def ranks_asked() -> int | None:
     return int(text) if text else None
 
 
+def check_main(script: ModuleType, path: Path) -> None:
+    """Raise LaunchError for a script that has taken another's main(): the log would hold that one alone."""
+    sources = getattr(getattr(script, "main", None), "__globals__", {}).get("SOURCES")  # an older script has none
+    if hasattr(sources, "taken_by") and sources.path != path.resolve():
+        raise LaunchError(sources.taken_by(path), 1)
+
+
 def check_interfaces(text: str, interfaces: Callable = socket.if_nameindex) -> None:
     """Raise LaunchError for a name of gloo's that no network interface has. NCCL's may be patterns."""
     there = [name for _, name in interfaces()]
@@ -334,7 +342,16 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
             console(gap)
         return data
 
-    state = run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards}), s, ranks)
+    def build(settings: Any, group: Any) -> Any:
+        try:
+            return script.build(settings, group)
+        except ValueError as error:  # as of an idea that takes a number out of a tensor, which on meta has none
+            if group.device.type != "meta" or "meta tensor" not in f"{error}":
+                raise
+            with torch.device("cpu"):
+                return script.build(settings, group._replace(device=torch.device("cpu")))
+
+    state = run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
     work = TOKEN_MEMORY * getattr(s, "max_tokens", 0) * getattr(s, "model_dim", 0)
     if not gpus:
         check_memory(ranks, RANK_MEMORY + state + work)
@@ -363,6 +380,8 @@ def check_plain(settings: type, presets: dict[str, dict]) -> None:
         if odd := [kind for kind in (kinds[field.name], *map(type, values)) if kind not in PLAIN]:
             name = getattr(odd[0], "__qualname__", odd[0])
             raise LaunchError(f"the setting {field.name} is or holds a {name}: must be a plain bool, int, float or str", 1)
+        if not field.repr:
+            raise LaunchError(f"the setting {field.name} has repr=False: no log would hold its value", 1)
         kind = kinds[field.name]
         if odd := [value for value in values if type(value) is not kind]:
             fault = f"the setting {field.name} is of type {kind.__name__}, and {odd[0]!r} is none"
@@ -512,7 +531,7 @@ def check_threads(ranks: int, cores: int) -> None:
 
 
 def check_memory(ranks: int, each: int) -> None:
-    """Raise LaunchError for more ranks than memory holds, of so many bytes each, or for one that the user's limits do not let in."""
+    """Raise LaunchError for more ranks than memory holds, of so many bytes each, or one beyond the limits of the user."""
     for option, limit, beside in (("v", resource.RLIMIT_AS, LIBRARIES), ("d", resource.RLIMIT_DATA, 0)):
         if 0 <= (found := resource.getrlimit(limit)[0]) < each + beside:
             fault = f"ulimit -{option} is {found >> 10}, a rank needs about {(each + beside) >> 10}"
@@ -630,7 +649,7 @@ class Ranks:
         if self.received:
             return 128 + self.received[0]
         if code < 0:
-            why = " (out of memory?)" if -code == signal.SIGKILL else ""
+            why = " (out of memory, or at a limit of time?)" if -code == signal.SIGKILL else ""
             tell(self.name, f"error: rank {rank} was killed by {signal.Signals(-code).name}{why}: the run has ended")
             return 1
         if code > 128:

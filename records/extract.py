@@ -4,12 +4,14 @@ python records/extract.py LOG FOLDER [--force]
 """
 
 import argparse
+import fcntl
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
@@ -37,12 +39,30 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
     for name in log.sources:
         if fault := path_fault(name, log.sources):
             raise ExtractError(f"{log_path}: names a source {shortened(name)!r}: {fault}; nothing written")
-    check_folder(folder, log.sources, force)
-    paths = [folder / name for name in log.sources]
+    with alone(folder):
+        return write(log.sources, folder, force)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Waits for another that writes here: two at once would each find the folder empty."""
+    handle = os.open(next(parent for parent in folder.absolute().parents if parent.is_dir()), os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def write(sources: dict[str, bytes], folder: Path, force: bool) -> list[Path]:
+    """See extract."""
+    check_folder(folder, sources, force)
+    paths = [folder / name for name in sources]
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     with tempfile.TemporaryDirectory(prefix=".extract-", dir=existing) as staging, ExitStack() as undo:
         new, old = ([Path(staging, f"{age}{i}") for i in range(len(paths))] for age in ("new", "old"))
-        for path, source in zip(new, log.sources.values(), strict=True):
+        for path, source in zip(new, sources.values(), strict=True):
             path.write_bytes(source)
         if os.path.lexists(paths[0]):
             shutil.copy2(paths[0], old[0], follow_symlinks=False)

@@ -57,7 +57,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def non_finite_tensors(tree: Any) -> list[str]:
     """Names of the tensors that hold an infinity or NaN."""
-    return [name for name, x in leaves(tree) if isinstance(x, Tensor) and not x.isfinite().all()]
+    wide = lambda x: x.float() if x.is_floating_point() and x.itemsize == 1 else x  # PyTorch has no isfinite of FP8
+    return [name for name, x in leaves(tree) if isinstance(x, Tensor) and not wide(x).isfinite().all()]
 
 
 def differences(found: Any, expected: Any, name: str = "") -> list[str]:
@@ -74,7 +75,7 @@ def differences(found: Any, expected: Any, name: str = "") -> list[str]:
 
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
     """Save, then delete all but this and the last `keep` - 1 before it. Raises OSError; the earlier ones are then untouched."""
-    torch.save(saved, buffer := io.BytesIO())
+    torch.save(map_tensors(lambda x: x, saved), buffer := io.BytesIO())  # NumPy's numbers could not be read
     payload = buffer.getbuffer()
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_leftovers(path.parent, "step_*.pt.tmp")

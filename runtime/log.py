@@ -92,8 +92,7 @@ class Log:
         found = os.fstat(self.file.fileno())
         self.place, self.size = (found.st_dev, found.st_ino), found.st_size
 
-    def show(self, text: str) -> None:
-        """For the console alone; a sample or a name cannot move its cursor."""
+    def show(self, text: str) -> None:  # for the console alone; a sample or a name cannot move its cursor
         if not self.quiet:
             console(("\r\x1b[K" if self.live else "") + printable(text))
 

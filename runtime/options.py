@@ -17,7 +17,7 @@ MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one exper
 
 def setting(default: Any, meaning: str, least: int = 1, choices: tuple[str, ...] = (), path: bool = False) -> Any:
     """A field of a settings dataclass. least: of a whole number; choices: of a text; path: a text that is
-    a path, which launch/start.py makes the project's where none is given; floats are positive and finite."""
+    a path, which launch/start.py makes the project's where none is given; floats are positive and finite; 0 needs least=0."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "choices": choices, "path": path})
 
 
@@ -29,8 +29,8 @@ def check_values(settings: Any) -> None:
         if types[field.name] is int and not least <= value < 2**40:
             limit = "below 2**40" if value >= least else f"{least} or more" if least != 1 else "positive"
             raise ValueError(f"--{field.name}={value}: must be {limit}")
-        if types[field.name] is float and not 0 < value < math.inf:
-            raise ValueError(f"--{field.name}={value}: must be positive and finite")
+        if types[field.name] is float and not (0 < value < math.inf or value == least):
+            raise ValueError(f"--{field.name}={value}: must be positive and finite{', or 0' if least == 0 else ''}")
         if choices and value not in choices:
             raise ValueError(f"--{field.name}={value}: must be {' or '.join(choices)}")
 

@@ -56,7 +56,7 @@ class Run:
         """Check that all ranks do the same, the checkpoint to resume, the room for new ones; open the log. Raises AgreedError.
         shards: names and contents; the resumed run's must be the same. facts: more lines for the log's environment."""
         s, ranks, self.manager, self.shards, path = self.settings, self.ranks, manager, shards, None
-        self.logged, run_id = ranks.on_all(self.sources.imported), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        self.logged, run_id = ranks.on_all(self.sources.of_run), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         same = {f"--{x}": value for x, value in dataclasses.asdict(s).items() if x not in ("data", "log_dir")} | shards
         same |= {x: checksum(encoded(text)) for x, text in self.logged.items()}
         weights, self.buffers = (checksums(f"the first {x}", manager.live_tensors().get(x, {})) for x in ("weights", "buffers"))

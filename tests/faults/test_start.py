@@ -496,6 +496,8 @@ ODD_SETTINGS = {
     "a whole number": ("gamma: float = 1", "gamma is of type float, and 1 is none: write 1.0"),
     "a text": ("gamma: int = '1'", "gamma is of type int, and '1' is none"),
     "an option": ("preset: str = 'x'", "preset has the name of an option that all scripts have: rename it"),
+    "in no log": ("gamma: float = __import__('dataclasses').field(default=1.0, repr=False)",
+                  "gamma has repr=False: no log would hold its value"),
     "the other option": ("help: str = 'x'", "help has the name of an option that all scripts have: rename it"),
 }
 
@@ -508,6 +510,31 @@ def test_a_setting_must_be_of_its_type_and_have_a_name_of_its_own(start, shards,
     (tmp_path / "idea.py").write_text(SCRIPT.read_text().replace(line, f"    {field}\n{line}"))
     code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
     assert (code, started) == (1, ()) and lines[-1] == f"idea.py: error: the setting {said}"
+
+
+TAKEN = {
+    "an idea's": "import train_gpt\nfrom train_gpt import *\ntrain_gpt.MOMENTUM_LOW = 0.1\n",
+    "its main alone": "import train_gpt\nfrom train_gpt import Hyperparameters, PRESETS, build, check_shards, main\n",
+    "nothing else": "import train_gpt\nfrom train_gpt import main\n",
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_a_script_that_runs_anothers_main_is_refused(start, shards, tmp_path, case):
+    """Its log held the other script alone, as did the comparison with it."""
+    (tmp_path / "idea.py").write_text(TAKEN[case] + 'if __name__ == "__main__":\n    main()\n')
+    code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
+    said = r"idea\.py: error: idea\.py runs the main\(\) of /.*/train_gpt\.py, whose log would not hold idea\.py: make it a changed copy of that"
+    assert (code, started) == (1, ()) and re.fullmatch(said, lines[-1]), lines
+
+
+def test_an_idea_that_takes_numbers_out_of_tensors_is_checked_where_there_are_some(start, shards, tmp_path):
+    """A large model is looked at on meta, where a tensor has none."""
+    line = "        self.num_heads, self.head_dim, self.model_dim = num_heads, head_dim, model_dim\n"
+    source = SCRIPT.read_text().replace(line, f"{line}        self.drop = torch.linspace(0, 0.1, num_layers)[-1].item()\n")
+    assert ".item()\n" in source
+    (tmp_path / "idea.py").write_text(source)
+    assert start(tmp_path / "idea.py", *options(shards, tmp_path), "--bigram_rows=524288")[2], "refused"
 
 
 def test_a_limit_of_threads_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch):
@@ -568,19 +595,8 @@ def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path):
     assert done.returncode == 0 and done.stdout.endswith("\n2\n"), done.stderr
 
 
-IDEA = """
-from dataclasses import dataclass
-from runtime.options import setting
-from train_gpt import *
-from train_gpt import Hyperparameters as Before, PRESETS, build, check_shards
-
-@dataclass
-class Hyperparameters(Before):
-    warmth: int = setting(3, "of the idea")
-
-if __name__ == "__main__":
-    main()
-"""
+FIELD = "    seed: int = setting("
+IDEA = SCRIPT.read_text().replace(FIELD, f"    warmth: int = setting(3, 'of the idea')\n{FIELD}")
 
 
 def test_an_idea_with_settings_of_its_own_is_checked_by_them(start, shards, tmp_path):
@@ -662,7 +678,8 @@ def test_so_does_one_that_the_check_meets(start, shards, tmp_path, bug):
     script.write_text(f"{IDEA}\nimport torch\ndef build(h, ranks):\n    {bug}\n")
     code, lines, started = start(script, *options(shards, tmp_path))
     assert (code, started) == (1, ()) and lines[1] == "Traceback (most recent call last):"
-    assert f'  File "{script}", line 16, in build' in lines and lines[-1].startswith("ValueError: ")
+    at = f'  File "{script}", line {len(script.read_text().splitlines())}, in build'
+    assert at in lines and lines[-1].startswith("ValueError: ")
     script.write_text(f"{IDEA}\ndef build(h, ranks):\n    raise ValueError('too warm')\n")
     assert start(script, *options(shards, tmp_path))[1][1:] == ["warm.py: error: too warm"]
 
@@ -954,7 +971,7 @@ ENDS = {  # what two ranks do, the exit code, and all that is said
     "by a message of its own": ("rank == 0 and sys.exit('bad'); time.sleep(50)", 1, "bad\n"),
     "by options": ("sys.exit(2)", 2, ""),
     "by SIGKILL": ("rank and os.kill(os.getpid(), 9); time.sleep(50)", 1,
-                   "idea.py: error: rank 1 was killed by SIGKILL (out of memory?): the run has ended\n"),
+                   "idea.py: error: rank 1 was killed by SIGKILL (out of memory, or at a limit of time?): the run has ended\n"),
     "by a segmentation fault": ("os.kill(os.getpid(), signal.SIGSEGV) if rank == 0 else time.sleep(50)", 1,
                                 "idea.py: error: rank 0 was killed by SIGSEGV: the run has ended\n"),
     "by a signal to one": ("sys.exit(143)", 143, "idea.py: ended by SIGTERM, sent to a rank\n"),
@@ -1145,4 +1162,4 @@ def test_a_run_listens_on_the_loopback_alone_and_a_killed_rank_is_one_line(shard
     finally:
         launcher.kill()
     said = [line for line in text_of(output).splitlines() if ": error: " in line or "SIG" in line or "Traceback" in line]
-    assert said == [f"{SCRIPT.name}: error: rank 1 was killed by SIGKILL (out of memory?): the run has ended"]
+    assert said == [f"{SCRIPT.name}: error: rank 1 was killed by SIGKILL (out of memory, or at a limit of time?): the run has ended"]

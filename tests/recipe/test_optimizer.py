@@ -1,7 +1,6 @@
 """NorMuonAndAdam computes the formulas of NorMuon and Adam with its table's numbers, on any number of ranks."""
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -371,24 +370,35 @@ def test_table_without_a_parameter_is_refused() -> None:
         NorMuonAndAdam(tiny_gpt().named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
 
 
-def test_a_parameter_that_is_empty_is_named() -> None:
-    """As of value embeddings that no layer has any more."""
-    params, table = [("value_embeds", nn.Parameter(torch.zeros(8, 0)))], {"value_embeds": PARAM_TABLE["value_embeds"]}
-    with pytest.raises(ValueError, match="^value_embeds is empty: take it out of GPT and the tables$"):
+@pytest.mark.parametrize("shape", [(8, 0), ()])
+def test_a_parameter_without_rows_is_named(shape: tuple[int, ...]) -> None:
+    """As of value embeddings that no layer has any more, or an idea's number."""
+    params, table = [("value_embeds", nn.Parameter(torch.zeros(shape)))], {"value_embeds": PARAM_TABLE["value_embeds"]}
+    with pytest.raises(ValueError, match="^value_embeds is empty or 0-dim: give it rows$"):
         NorMuonAndAdam(params, table, table, table)
 
 
-@pytest.mark.parametrize("shape", [(), (1, 8)])
-def test_state_without_a_row_for_each_of_the_parameters_is_refused(shape: tuple[int, ...]) -> None:
-    """A checkpoint joins the ranks' rows: one of such a state would be refused when it is needed."""
+@pytest.mark.parametrize("scale", [torch.zeros(()), torch.zeros(1, 8), [0], (1, 2), [torch.zeros(4)], "x"])
+def test_state_without_a_row_for_each_of_the_parameters_is_refused(scale: object) -> None:
+    """A checkpoint joins the ranks' rows: one of such a state would be refused when it is needed. What a list counts in the
+    warm-up would stay."""
 
     class OneForAll(ParamConfig):
         def initial_state(self, rows: Tensor) -> dict[str, Tensor | int]:
-            return {"step": 0, "exp_avg": torch.zeros_like(rows), "scale": torch.zeros(shape)}
+            return {"step": 0, "exp_avg": torch.zeros_like(rows), "scale": scale}
 
     params, table = [("gate", nn.Parameter(torch.zeros(4, 8)))], {"gate": OneForAll("replicated", lr=1)}
-    with pytest.raises(ValueError, match=rf"gate: initial_state made \[{re.escape(str(shape))}\]: must have .*, 4$"):
+    with pytest.raises(ValueError, match=r"^gate: initial_state's scale: must be numbers, or tensors of the rows given, 4$"):
         NorMuonAndAdam(params, table, table, table)
+
+
+def test_state_that_an_update_makes_is_refused_after_the_warm_up() -> None:
+    """As torch.optim makes it: no checkpoint that holds it could be resumed."""
+    optimizer = NorMuonAndAdam(tiny_gpt().named_parameters(), PARAM_TABLE, SCATTER_ORDER, WORK_ORDER)
+    before = {label: dict(state) for label, state in optimizer.state.items()}
+    optimizer.state["embed"]["late"] = torch.zeros(1)
+    with pytest.raises(ValueError, match="^embed: update made {'late'}: make it in initial_state, for checkpoints$"):
+        optimizer.load_state(before)
 
 
 def test_tie_to_no_parameter_is_refused() -> None:

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -153,6 +155,31 @@ def test_an_error_midway_leaves_everything_as_it_was(tmp_path, monkeypatch, writ
     first, *others = (tmp_path / "again" / name for name in SOURCES)
     assert targets[: writes + 1] == [*others, first][: writes + 1]
     assert (sorted(tmp_path.rglob("*")), tree(tmp_path)) == before
+
+
+def test_two_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
+    """The second waits, and finds the first one's files; at once, both found the folder empty."""
+    (tmp_path / "log.txt").write_bytes(make_log(SOURCES))
+    check, results = extract.check_folder, []
+
+    def slow(*given):
+        check(*given)
+        time.sleep(0.3)
+
+    def work():
+        try:
+            results.append(len(extract.extract(tmp_path / "log.txt", tmp_path / "again")))
+        except extract.ExtractError as error:
+            results.append(f"{error}")
+
+    monkeypatch.setattr(extract, "check_folder", slow)
+    both = [threading.Thread(target=work) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    done, refused = sorted(results, key=lambda x: isinstance(x, str))
+    assert done == len(SOURCES) and "exist: choose another folder, or --force to overwrite" in refused
 
 
 def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):

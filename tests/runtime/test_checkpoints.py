@@ -107,6 +107,19 @@ def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypat
     assert unequal(ends[0], read_checkpoint(tmp_path / "other" / "logs" / "run" / END)["state"])
 
 
+def test_numpys_numbers_in_a_schedule_are_saved_as_pythons(shards, tmp_path, monkeypatch, no_warm_up):
+    """As of an idea's table of stages: each checkpoint was written, and none could be read."""
+    stages = tuple(stage._replace(batch=np.int64(stage.batch)) for stage in train_gpt.STAGES)
+    monkeypatch.setattr(train_gpt, "STAGES", stages)
+    main(options(shards, tmp_path, save_every=4))
+    assert type(read_checkpoint(tmp_path / "logs" / "run" / END)["course"]["tokens"]) is int
+
+
+def test_moments_in_fp8_are_looked_at():
+    x = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
+    assert checkpoints.non_finite_tensors({"a": x, "b": x[:1], "c": torch.zeros(1, dtype=torch.uint8)}) == ["a"]
+
+
 class WithModule(train_gpt.GPT):
     def __init__(self, *sizes, **more):
         super().__init__(*sizes, **more)

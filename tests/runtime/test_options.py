@@ -8,7 +8,7 @@ import types
 import pytest
 
 from common import ends_with, options, tiny_settings
-from runtime.options import check_values, parse_options
+from runtime.options import check_values, parse_options, setting
 from train_gpt import PRESETS, Hyperparameters, main
 
 SIGNED = (
@@ -94,6 +94,21 @@ def test_help_lists_every_setting_with_its_meaning(capsys):
     for field in dataclasses.fields(Hyperparameters):
         kind = {int: "INT", float: "FLOAT", str: "STR", bool: "BOOL"}[field.type]
         assert f"--{field.name}{kind}{''.join(field.metadata['meaning'].split())}" in printed
+
+
+def test_a_float_may_be_zero_where_its_row_says_so():
+    """As dropout that is off."""
+
+    @dataclasses.dataclass
+    class Settings:
+        dropout: float = setting(0.0, "share", least=0)
+        rate: float = setting(1.0, "x")
+
+    check_values(Settings())
+    with pytest.raises(ValueError, match="^--dropout=-0.1: must be positive and finite, or 0$"):
+        check_values(Settings(dropout=-0.1))
+    with pytest.raises(ValueError, match="^--rate=0.0: must be positive and finite$"):
+        check_values(Settings(rate=0.0))
 
 
 def test_an_idea_may_postpone_its_annotations(capsys):

@@ -78,6 +78,16 @@ def test_the_latest_is_the_projects_wherever_one_stands(tmp_path, monkeypatch, c
     assert looked == [("latest", f"{ROOT / 'logs'}")]
 
 
+def test_a_parameter_that_a_setting_switches_on_is_no_other_recipes(logs, tmp_path, monkeypatch, capsys):
+    """The table of the settings counts, not the script's."""
+    path = logs / "run" / "step_000008.pt"
+    monkeypatch.delitem(train_gpt.PARAM_TABLE, "embed")
+    rows = train_gpt.param_table
+    embed = train_gpt.Adam("sharded", tied_to="lm_head")
+    monkeypatch.setattr(train_gpt, "param_table", lambda h: rows(h) | {"embed": embed})
+    assert sample.sample(train_gpt, f"{path}", "abc", 2, 1.0)
+
+
 def test_a_log_holds_no_nul_of_a_sample(shards, monkeypatch):
     """A model of bytes may write one, which would end the log for all that read it."""
     monkeypatch.setattr(sample, "continue_text", lambda *_: [0, 10, 65])

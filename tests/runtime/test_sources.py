@@ -282,6 +282,22 @@ def test_a_source_that_no_log_can_hold_is_named(tree, end, said):
         sources.imported()
 
 
+def test_a_script_that_runs_anothers_main_is_refused_by_its_ranks_too(tree, monkeypatch):
+    """As torchrun, or python, starts them."""
+    root, _ = tree
+    for name in ("idea.py", "wrap.py"):
+        (root / name).write_text("")
+    sources = Sources(root / "idea.py")
+    other = launch_sources.ROOT
+    for running, refused in ((root / "wrap.py", True), (root / "idea.py", False), (other / "sample.py", False), (other / "bench/a.py", False)):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{running}", raising=False)
+        if refused:
+            with pytest.raises(ValueError, match=rf"^wrap.py runs the main\(\) of {root}/idea.py, whose log would not hold wrap.py"):
+                sources.of_run()
+        else:
+            assert "idea.py" in sources.of_run()
+
+
 def test_so_it_is_by_a_rank_that_torchrun_starts(shards, tmp_path, monkeypatch, capsys):
     (tmp_path / "idea.py").write_bytes(b"# \xe9\n")
     monkeypatch.setattr(train_gpt, "SOURCES", Sources(tmp_path / "idea.py"))
