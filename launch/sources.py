@@ -17,8 +17,8 @@ LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
 TOOLS = ("bench", "data", "launch", "records", "tests")  # folders whose scripts may use a training script
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
-LIBRARIES = (f"{path}{os.sep}" for path in (*STANDARD, *map(os.path.realpath, STANDARD)))
-LIBRARIES = tuple(path for path in LIBRARIES if not f"{ROOT}".startswith(path))
+STANDARD += map(os.path.realpath, [*STANDARD])
+LIBRARIES = tuple(x for path in STANDARD if not f"{ROOT}".startswith(x := f"{path}{os.sep}"))
 
 
 class Sources:

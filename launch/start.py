@@ -385,7 +385,7 @@ def check_plain(settings: type, presets: dict[str, dict]) -> None:
         kind = kinds[field.name]
         if odd := [value for value in values if type(value) is not kind]:
             fault = f"the setting {field.name} is of type {kind.__name__}, and {odd[0]!r} is none"
-            raise LaunchError(f"{fault}: write {kind(odd[0])!r}" if kind is float else fault, 1)
+            raise LaunchError(f"{fault}: write {odd[0]}.0" if (kind, type(odd[0])) == (float, int) else fault, 1)
 
 
 def check_cache(name: str) -> None:

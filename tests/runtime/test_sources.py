@@ -289,7 +289,8 @@ def test_a_script_that_runs_anothers_main_is_refused_by_its_ranks_too(tree, monk
         (root / name).write_text("")
     sources = Sources(root / "idea.py")
     other = launch_sources.ROOT
-    for running, refused in ((root / "wrap.py", True), (root / "idea.py", False), (other / "sample.py", False), (other / "bench/a.py", False)):
+    tools = other / "sample.py", other / "bench" / "order.py"
+    for running, refused in ((root / "wrap.py", True), (root / "idea.py", False), *((tool, False) for tool in tools)):
         monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{running}", raising=False)
         if refused:
             with pytest.raises(ValueError, match=rf"^wrap.py runs the main\(\) of {root}/idea.py, whose log would not hold wrap.py"):
