@@ -4,14 +4,12 @@ python records/extract.py LOG FOLDER [--force]
 """
 
 import argparse
-import fcntl
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
@@ -39,20 +37,8 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
     for name in log.sources:
         if fault := path_fault(name, log.sources):
             raise ExtractError(f"{log_path}: names a source {shortened(name)!r}: {fault}; nothing written")
-    with alone(folder):
+    with tool.alone(next(parent for parent in folder.absolute().parents if parent.is_dir())):  # two would find folder empty
         return write(log.sources, folder, force)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Waits for another that writes here: two at once would each find the folder empty."""
-    handle = os.open(next(parent for parent in folder.absolute().parents if parent.is_dir()), os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def write(sources: dict[str, bytes], folder: Path, force: bool) -> list[Path]:

@@ -161,8 +161,8 @@ def run_to_its_end(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> list[Path]:
-    """Make the runs that are not there; the two folders of logs. Raises RaceError, OSError."""
+def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> None:
+    """Make the runs that are not there. Raises RaceError, OSError."""
     names, now = names_of(scripts), conditions(scripts, options)
     check(folder, names, now)
     for name in names:
@@ -195,7 +195,6 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> l
         logs[log] = which, found
         check_alike(logs)
         print(f"race: {names[which]}, seed {seed}: {time.monotonic() - begun:.0f} s", flush=True)
-    return [folder / name for name in names]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -219,9 +218,15 @@ def main(argv: list[str] | None = None) -> None:
     names = names_of(scripts)
     folder = (chosen.logs or ROOT / "logs" / f"race-{names[0]}-{names[1]}").resolve()
     try:
-        folders = [folder / name for name in names] if chosen.compare else race(scripts, chosen.count, folder, options)
+        folders = [folder / name for name in names]
+        if not chosen.compare:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tool.alone(folder, wait=False):
+                race(scripts, chosen.count, folder, options)
     except BrokenPipeError:  # for tool.run
         raise
+    except BlockingIOError:
+        raise SystemExit(f"race.py: error: another race is at work in {folder}: wait, or give another --logs") from None
     except (RaceError, OSError) as error:
         raise SystemExit(f"race.py: error: {error}") from None
     compare.main([*map(str, folders), f"--target={chosen.target}", *["--pairs"] * (chosen.count > 1 or chosen.compare)])

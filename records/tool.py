@@ -1,11 +1,13 @@
 """What the command lines in records/ share: their packages, text that only shows, and one line for an error."""
 
+import fcntl
 import math
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +49,23 @@ def write(path: Path, text: str) -> None:
 
     with whole_file(path) as file:
         file.write(text.encode())
+
+
+@contextmanager
+def alone(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Keeps others that ask for it out of a folder, which is there, or waits for one inside; a file system without locks keeps
+    none out. Raises BlockingIOError at once if one is inside and not wait."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB * (not wait))
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def run(main: Callable[[], None], packages: bool = True) -> None:

@@ -166,6 +166,14 @@ def test_the_log_of_a_run_that_goes_on_is_left_alone(track, tmp_path):
     assert not (folder / "seed0").exists()
 
 
+def test_two_races_in_one_folder_are_one_too_many(track, tmp_path):
+    """Both wrote race.json; the second ended in the loss of its temporary file."""
+    (tmp_path / "logs").mkdir()
+    with tool.alone(tmp_path / "logs"), pytest.raises(SystemExit, match="another race is at work in .*/logs: wait, or give another"):
+        race.main([f"{ROOT}/train_gpt.py"] * 2 + ["1", f"--logs={tmp_path}/logs"])
+    assert not [*(tmp_path / "logs").iterdir()]
+
+
 def test_every_source_of_a_run_is_watched(tmp_path):
     """What a run's log would hold."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt as t; print(*t.SOURCES.imported(), sep=chr(10))"
