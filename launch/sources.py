@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import cache_from_source, spec_from_file_location
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,8 @@ class Sources:
             except OSError:  # what cannot be read cannot be imported
                 if path == self.path:
                     raise
+        caller = sys._getframe(1).f_code  # of the script, unless a test or a tool asks
+        self.edited = caller.co_name == "<module>" and not is_code_of(self.contents[self.path], caller)
         self.stems = {*map(stem, (*self.contents, *self.path.parent.glob("*.py")))}
         self.script = self._name(self.path)  # its path in the project, or its file's name
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
@@ -45,7 +48,9 @@ class Sources:
     def imported(self) -> dict[str, str]:
         """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported.
         Raises ValueError for what a log cannot hold: bytes that are no UTF-8, two files of one path, a path that extract.py
-        would not write."""
+        would not write; for a script that was edited after Python had read it and before this did."""
+        if self.edited:
+            raise ValueError(f"{self.path} was edited while it started: start again")
         files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
         self.paths |= {file: self._ours(file) for file in files - self.paths.keys()}
         loaded = {*filter(None, map(self.paths.get, files))}
@@ -158,6 +163,14 @@ class Sources:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(ROOT if path.is_relative_to(ROOT) else self.path.parent).as_posix()
+
+
+def is_code_of(source: bytes, code: CodeType) -> bool:
+    """Was a module's code made of this text?"""
+    try:
+        return compile(source, code.co_filename, "exec", dont_inherit=True) == code
+    except (SyntaxError, ValueError):
+        return False
 
 
 def files_of(module: Path, folders: Sequence[Path]) -> Iterator[Path]:

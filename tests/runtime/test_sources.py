@@ -282,6 +282,19 @@ def test_a_source_that_no_log_can_hold_is_named(tree, end, said):
         sources.imported()
 
 
+def test_a_script_that_is_edited_between_pythons_reading_and_ours_is_refused(tree):
+    """Python runs what it read; the log would hold what came after."""
+    root, _ = tree
+    text = "from launch.sources import Sources\nFOUND = Sources(__file__)\nx = lambda: 1\n"
+    code, module = compile(text, f"{root}/idea.py", "exec"), {"__file__": f"{root}/idea.py"}
+    for now, refused in ((text, False), (f"{text}# a remark\n", False), (text.replace("1", "2"), True), ("(", True)):
+        (root / "idea.py").write_text(now)
+        exec(code, module)
+        assert module["FOUND"].edited == refused
+    with pytest.raises(ValueError, match=rf"^{root}/idea.py was edited while it started: start again$"):
+        module["FOUND"].imported()
+
+
 def test_a_script_that_runs_anothers_main_is_refused_by_its_ranks_too(tree, monkeypatch):
     """As torchrun, or python, starts them."""
     root, _ = tree
