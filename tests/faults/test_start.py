@@ -514,7 +514,7 @@ def test_a_setting_must_be_of_its_type_and_have_a_name_of_its_own(start, shards,
 
 
 TAKEN = {
-    "an idea's": "import train_gpt\nfrom train_gpt import *\ntrain_gpt.MOMENTUM_LOW = 0.1\n",
+    "all of it": "from train_gpt import *\n",
     "its main alone": "import train_gpt\nfrom train_gpt import Hyperparameters, PRESETS, build, check_shards, main\n",
     "nothing else": "import train_gpt\nfrom train_gpt import main\n",
 }
