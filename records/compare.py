@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def print_for_people(groups: list[Group], options: argparse.Namespace) -> None:
     from rich.console import Console
 
     shown = sys.stdout.isatty()  # whatever FORCE_COLOR says: what reads a pipe reads Markdown
-    console = Console(emoji=False, force_terminal=shown, soft_wrap=not shown, width=None if shown else 1000)
+    width = shutil.get_terminal_size().columns if shown else 1000  # rich would take a COLUMNS=0 for one
+    console = Console(emoji=False, force_terminal=shown, soft_wrap=not shown, width=width)
     console.on_broken_pipe = reader_left
     rows = report(groups, options.target, console, options.pairs)
     for row, group in zip(rows[1:], groups[1:], strict=True):

@@ -54,6 +54,20 @@ def shown(arguments, width):
     return console.file.getvalue()
 
 
+def test_a_terminal_that_says_it_has_no_columns_is_shown_the_table(two_groups):
+    """As by COLUMNS=0 of a shell that is odd: nothing was printed."""
+    reader, terminal = os.openpty()
+    command = [sys.executable, str(ROOT / "records" / "compare.py"), *two_groups]
+    process = subprocess.Popen(command, env={**os.environ, "COLUMNS": "0"}, stdout=terminal, stderr=subprocess.STDOUT)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # its end
+        while part := os.read(reader, 1 << 16):
+            shown += part
+    os.close(reader)
+    assert process.wait(60) == 0 and b"FASTER" in shown
+
+
 def test_a_users_settings_change_neither_table_nor_picture(two_groups, tmp_path):
     """Markdown on a pipe where a shell asks for colours; a picture without LaTeX, to which a name may be no text."""
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
