@@ -254,6 +254,8 @@ def make_shards(args: argparse.Namespace, files: dict[str, Path], wanted: dict[s
     """
     encoding = load_encoding(args.encoding)
     texts = [read_text(path) for path in tqdm(files.values(), desc="reading", unit=" files", disable=None)]
+    if recipe(args, files) != wanted:  # else an edit that is undone later would stay in the shards
+        raise DataError(f"{args.input}: a file has changed while all were read: start again")
     readable = sum(text is not None for text in texts)
     documents = [piece for text in texts if text is not None for piece in cut(text)]
     if not documents:

@@ -49,7 +49,7 @@ class Run:
     def __exit__(self, error: type | None, *_: object) -> None:
         with suppress(IndexError):  # a signal that ends this process is here too, in another thread: one of both has the lock
             unlock_run(self.locks.pop())
-        if error is None and self.signals.in_training:
+        if error in (None, SystemExit) and self.signals.in_training:
             raise AgreedError("train() has ended without run.finish(): the log lacks its last line")
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:

@@ -308,6 +308,24 @@ def test_a_file_that_fails_for_another_reason_ends_it(tmp_path: Path, library: P
     assert not [*(tmp_path / "out").glob("*.bin")]
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_a_file_that_changes_while_all_are_read_is_told(tmp_path: Path, library: Path, monkeypatch, read: bool) -> None:
+    """Put back afterwards, the shards held the edit, and the manifest said that they were up to date."""
+    read_text, files = local_text.read_text, sorted(library.rglob("*.py"))
+
+    def edited(path: Path) -> bytes | None:
+        if path != files[-1] and not files[-1].read_bytes().endswith(b"# edited\n"):
+            files[-1].write_bytes(files[-1].read_bytes() + b"# edited\n")
+        return read_text(path)
+
+    monkeypatch.setattr(local_text, "read_text", edited)
+    if not read:
+        monkeypatch.setattr(local_text, "READ_ANEW", 0)  # as of large texts, told by their times
+    with pytest.raises(SystemExit, match="a file has changed while all were read: start again"):
+        make(monkeypatch, library, tmp_path / "out")
+    assert not [*(tmp_path / "out").glob("*.bin")]
+
+
 def test_a_file_that_breaks_while_it_is_read_is_named(tmp_path: Path) -> None:
     """As by a bad sector; the system's error names no file then."""
     (tmp_path / "memory").symlink_to("/proc/self/mem")

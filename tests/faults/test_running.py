@@ -566,10 +566,11 @@ def test_a_bug_in_the_loop_keeps_its_traceback(shards, tmp_path, monkeypatch, pl
     assert caught.value is bug and caught.traceback[-1].name == "broken"
 
 
-def test_a_train_that_returns_early_ends_no_run_well(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+@pytest.mark.parametrize("leave", ["return", "raise SystemExit(0)", "raise SystemExit(256)"])
+def test_a_train_that_returns_early_ends_no_run_well(shards, tmp_path, monkeypatch, capsys, no_warm_up, leave):
     """Of a copy whose loop is left: its log has no last line, so its code is not 0."""
 
-    loop = inspect.getsource(train_gpt.train).replace("            if report := ", "            return\n            if report := ")
+    loop = inspect.getsource(train_gpt.train).replace("            if report := ", f"            {leave}\n            if report := ")
     exec(compile(loop, "copy.py", "exec"), vars(train_gpt) | {"__name__": "copy"}, copy := {})
     monkeypatch.setattr(train_gpt, "train", copy["train"])
     with pytest.raises(SystemExit) as ended:
