@@ -36,6 +36,7 @@ OLDEST = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 TOOLS = os.path.join(ROOT, "records", "requirements.txt")  # .venv gets what the tools in records/ need too
 PROGRAM = "run.sh"  # that asks, in messages
+HELD = []  # descriptor of .venv.lock, while it is held: pip has it too, and goes on writing .venv if this process is killed
 LINE = re.compile(r"([A-Za-z0-9][\w.-]*)[^#;]*(?:;([^#]*))?(?:# from ([\d.]+)(?:, module (\w+))?)?")
 MARKER = re.compile(r"""\s*(\w+)\s*(==|!=)\s*["']([^"']*)["']\s*""")
 HERE = {"platform_system": platform.system(), "platform_machine": platform.machine(), "sys_platform": sys.platform}
@@ -93,7 +94,7 @@ def run(command, **options):
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
     before = {x: signal.signal(x, lambda x, _: late.append(x)) for x in numbers if callable(signal.getsignal(x))}
     try:
-        process = subprocess.Popen(command, **options)
+        process = subprocess.Popen(command, pass_fds=HELD, **options)
         for number, handler in before.items():
             signal.signal(number, handler)
         for number in late:
@@ -171,7 +172,11 @@ def alone(root):
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass
-        yield
+        HELD.append(file.fileno())
+        try:
+            yield
+        finally:
+            HELD.clear()
 
 
 def is_environment(folder):

@@ -1,8 +1,10 @@
 """Which packages launch/environment.py asks for: those of lines whose markers are true of this machine."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -34,6 +36,30 @@ def test_a_marker_that_is_not_understood_is_named(marker):
     with pytest.raises(SystemExit) as exit_:
         environment.applies(marker)
     assert marker in str(exit_.value)
+
+
+def test_what_a_killed_start_was_installing_keeps_others_out(tmp_path):
+    """kill -9 leaves its pip, which goes on writing .venv; a second one wrote it at the same time."""
+    work = f"from launch import environment\nwith environment.alone({str(tmp_path)!r}):\n    environment.run(['sleep', '1.5'])\n"
+    process = subprocess.Popen([sys.executable, "-c", work], cwd=environment.ROOT)
+
+    def is_free() -> bool:
+        with open(tmp_path / ".venv.lock", "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    children = f"/proc/{process.pid}/task/{process.pid}/children"
+    while not open(children).read():
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not is_free()
+    with environment.alone(f"{tmp_path}"):  # waits for its end
+        assert environment.HELD
+    assert is_free() and not environment.HELD
 
 
 def test_only_lines_that_apply_are_asked_for(monkeypatch, tmp_path):
