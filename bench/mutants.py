@@ -554,7 +554,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("room is wanted for what was saved before", "faults/start::test_room_is_wanted_for_what_will_be_saved",
          "saved_steps(s, first)", "saved_steps(s, 0)"),
         ("a loop that is left ends well", "faults/running::test_a_train_that_returns_early_ends_no_run_well",
-         "if error is None and self.signals.in_training:", "if error is None and not self.signals.in_training and self.locks:"),
+         "if error in (None, SystemExit) and self.signals.in_training:", "if error is None and not self.signals.in_training and self.locks:"),
         ("a source that no log can hold is a bug of a rank's", "runtime/sources::test_so_it_is_by_a_rank_that_torchrun_starts",
          "ranks.on_all(self.sources.of_run)", "self.sources.of_run()"),
         ("the clock runs during validation", "runtime/run",

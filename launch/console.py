@@ -145,8 +145,13 @@ def until_reader_leaves() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the interpreter to write
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the interpreter to write
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 @contextlib.contextmanager

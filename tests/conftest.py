@@ -31,6 +31,7 @@ from data.shards import write_shard
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
+os.environ.pop("PYTHONUNBUFFERED", None)  # of some containers: tools print into buffers, as a user's do
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks of a test share the machine
 settings.register_profile("bankrun", deadline=None, derandomize=True, database=None)
 settings.load_profile("bankrun")
