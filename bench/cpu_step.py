@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.communication import markdown
 from bench.settings import trainer_settings
 from cpu import use_cpu
-from data.loader import synthetic_batch
+from data.loader import synthetic_batch, to_device
 from launch.console import until_reader_leaves
 from runtime.ranks import join_ranks
 from train_gpt import TrainingManager, build, step_schedule
@@ -154,14 +154,18 @@ def main() -> None:
     ranks = join_ranks()
     if ranks.device.type != "cpu":
         raise SystemExit("cpu_step.py: error: this machine has a GPU, whose steps bench/gpu.py takes apart: hide it")
+    try:
+        h.check(ranks.world_size)
+    except ValueError as error:
+        raise SystemExit(f"cpu_step.py: error: {error}") from None
     said = use_cpu()
     manager = build(h, ranks)
     step = round(0.8 * h.num_scheduled_iterations) // 2 * 2
     manager.advance_schedule(step)
     tokens = step_schedule(step, h).batch_tokens // h.micro_batches
     sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
-    batches = [synthetic_batch(tokens, **sizes) for _ in range(h.micro_batches // ranks.world_size)]
-    batches = [tuple(torch.as_tensor(x) for x in batch) for batch in batches]
+    share = h.micro_batches // ranks.world_size
+    batches = [to_device(synthetic_batch(tokens, **sizes), ranks.device) for _ in range(share)]
     whole, watches = [], []
     for i in range(WARM_UP + PAIRS):
         whole.append(pair(manager, batches, step, nullcontext()))
@@ -171,7 +175,7 @@ def main() -> None:
     step_ms = statistics.median(whole[WARM_UP:])
     rows = [*table(watches[WARM_UP:], step_ms)]  # on every rank, so that products meet the others'
     if ranks.first:
-        size = f"{ranks.world_size} ranks, {tokens} tokens a micro-batch, {len(batches)} on a rank"
+        size = f"{ranks.world_size} ranks, {tokens} tokens a micro-batch, {share} on a rank"
         print(f"{said}\n{size}: {step_ms:.1f} ms a step\n")
         print(markdown(["operation", "calls", "ms", "share", "GFLOP/s", "ms by itself"], rows))
     if dist.is_initialized():

@@ -19,6 +19,7 @@ import signal
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while it imports: main() handles it
 
+import ast
 import contextlib
 import dataclasses
 import fcntl
@@ -224,6 +225,13 @@ def ranks_asked() -> int | None:
     return int(text) if text else None
 
 
+def calls_main(source: bytes) -> bool:
+    """Does a script of this text call a main() where it is run, not imported?"""
+    run = (node for node in ast.parse(source).body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
+    calls = (node.func for part in run for node in ast.walk(part) if isinstance(node, ast.Call))
+    return any("main" in (getattr(function, "id", ""), getattr(function, "attr", "")) for function in calls)
+
+
 def check_main(script: ModuleType, path: Path) -> None:
     """Raise LaunchError for a script that has taken another's main(): the log would hold that one alone."""
     sources = getattr(getattr(script, "main", None), "__globals__", {}).get("SOURCES")  # an older script has none
@@ -271,7 +279,7 @@ def load(path: Path) -> ModuleType:
     except SystemExit as left:  # with its own message, or without a word
         why = f"{path} ended while it was imported, with code {left.code or 0}: nothing was trained"
         raise left if isinstance(left.code, str) else LaunchError(why, 1) from None
-    if not callable(getattr(module, "main", None)) or b"__main__" not in path.read_bytes():
+    if not callable(getattr(module, "main", None)) or not calls_main(path.read_bytes()):
         raise LaunchError(f'{path} has no main() that it calls if __name__ == "__main__": begin with a copy of train_gpt.py', 1)
     gpus = torch.cuda.device_count()
     devices = ", ".join({torch.cuda.get_device_properties(i).name for i in range(gpus)}) if gpus else "no GPU"

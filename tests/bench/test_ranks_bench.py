@@ -85,6 +85,12 @@ def test_the_products_of_a_step_are_counted_as_pytorch_counts_them() -> None:
     assert sum(counted.values()) == counter.get_total_flops() > 20 * head
 
 
+def test_a_step_that_cannot_be_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["cpu_step.py", "--block_size=100000"])
+    with pytest.raises(SystemExit, match=r"^cpu_step\.py: error: --block_size=100000: the most tokens are"):
+        cpu_step.main()
+
+
 def test_a_step_on_a_cpu_is_taken_apart() -> None:
     command = [sys.executable, str(ROOT / "bench" / "cpu_step.py"), *SMALL.split(), "--val_tokens=512"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

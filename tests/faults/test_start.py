@@ -688,7 +688,7 @@ def test_so_does_one_that_the_check_meets(start, shards, tmp_path, bug):
 MAIN = "def main():\n    pass\n\nif __name__ == '__main__':\n    main()\n"
 
 
-@pytest.mark.parametrize("source", ["", "x = 1\n", MAIN.replace("main", "train"), MAIN.partition("if")[0]])
+@pytest.mark.parametrize("source", ["", "x = 1\n", MAIN.replace("main", "train"), MAIN.partition("if")[0], MAIN[:-7] + "pass  # main()"])
 def test_a_script_that_would_train_nothing_is_refused(start, tmp_path, source):
     """It ended with code 0 and no word."""
     (tmp_path / "idea.py").write_text(source.replace("__train__", "__main__"))
