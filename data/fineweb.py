@@ -12,6 +12,7 @@ each shard written, where in the parquet files it ended, and which state of the 
 import argparse
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -175,9 +176,10 @@ def count_row_groups(path: Path) -> int:
     """Raises DataError, and deletes the file, if it is not parquet with a column `text`."""
     try:
         with ParquetFile(path) as file:
-            if "text" in file.schema_arrow.names:
+            kinds = {field.name: f"{field.type}" for field in file.schema_arrow}
+            if re.match(r"(large_)?string|dictionary<values=(large_)?string", kinds.get("text", "")):
                 return file.num_row_groups
-            problem = f"has no column text, only {', '.join(file.schema_arrow.names)}"
+            problem = f"has no column text of strings, only {', '.join(f'{name}: {kind}' for name, kind in kinds.items())}"
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):
             raise

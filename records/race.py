@@ -221,12 +221,14 @@ def main(argv: list[str] | None = None) -> None:
         folders = [folder / name for name in names]
         if not chosen.compare:
             folder.mkdir(parents=True, exist_ok=True)
-            with tool.alone(folder, wait=False):
+            with contextlib.ExitStack() as inside:
+                try:
+                    inside.enter_context(tool.alone(folder, wait=False))
+                except BlockingIOError:
+                    raise RaceError(f"another race is at work in {folder}: wait, or give another --logs") from None
                 race(scripts, chosen.count, folder, options)
     except BrokenPipeError:  # for tool.run
         raise
-    except BlockingIOError:
-        raise SystemExit(f"race.py: error: another race is at work in {folder}: wait, or give another --logs") from None
     except (RaceError, OSError) as error:
         raise SystemExit(f"race.py: error: {error}") from None
     compare.main([*map(str, folders), f"--target={chosen.target}", *["--pairs"] * (chosen.count > 1 or chosen.compare)])

@@ -744,13 +744,13 @@ def test_shards_of_another_recipe_or_origin_are_not_mixed_in(here: Here, parquet
     assert shards_in(here.folder) == before
 
 
-@pytest.mark.parametrize("content", [b"no parquet", None])
-def test_a_file_without_texts_is_named_and_not_kept(here: Here, hub: Hub, content: bytes | None) -> None:
-    if content is None:
-        pyarrow.parquet.write_table(pyarrow.table({"url": ["a"]}), file := BytesIO())
+@pytest.mark.parametrize("content", [b"no parquet", {"url": ["a"]}, {"text": [1]}, {"text": [["a"]]}, {"text": [b"a"]}])
+def test_a_file_without_texts_is_named_and_not_kept(here: Here, hub: Hub, content: bytes | dict) -> None:
+    if isinstance(content, dict):
+        pyarrow.parquet.write_table(pyarrow.table(content), file := BytesIO())
         content = file.getvalue()
     hub.files[f"{PARQUET}/sample/10BT/001.parquet"] = content
-    with pytest.raises(SystemExit, match="001.parquet .*(is not a parquet file|has no column text, only url)"):
+    with pytest.raises(SystemExit, match="001.parquet .*(is not a parquet file|has no column text of strings, only (url|text): )"):
         here.make()
     assert not list(here.folder.rglob("001.parquet"))
 
