@@ -471,7 +471,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("the control group of a whole job has no end", "faults/start::test_the_memory_of_a_control_group_is_all_that_is_free",
          "groups |= {group for path in own for group in (path, *path.parents)}", "groups |= {*own}"),
         ("a script that trains nothing ends well", "faults/start::test_a_script_that_would_train_nothing_is_refused",
-         ' or b"__main__" not in path.read_bytes()', ""),
+         ' or not calls_main(path.read_bytes())', ""),
         ("no rank is a number of ranks", "faults/start", "int(text) > 0)", "int(text) >= 0)"),
         ("one rank's memory is all that is needed", "faults/start", "    if need > free:", "    if each > free:"),
         ("more ranks than share the work evenly", "faults/start",
