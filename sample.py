@@ -28,7 +28,7 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
 
 from data.encodings import decode, encode
 from data.loader import first_documents
-from launch.console import guard_console, printable, until_reader_leaves, user_path
+from launch.console import printable, until_reader_leaves, user_path
 from runtime import checkpoints
 from runtime.ranks import Ranks
 from triton_kernels import softcap
@@ -147,9 +147,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--script={args.script}: is no training script, such as train_gpt.py")
     try:
         text = sample(trainer, args.checkpoint, args.prompt, args.tokens, args.temperature, args.nucleus, args.log_dir)
-        guard_console()
-        sys.stdout.reconfigure(errors="replace")
         with until_reader_leaves():
+            sys.stdout.reconfigure(errors="replace")
             print(printable(f"{args.prompt}⟫{text}"))
     except KeyboardInterrupt:
         raise SystemExit(130) from None

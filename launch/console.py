@@ -139,6 +139,7 @@ def user_path(text: str) -> Path:
 def until_reader_leaves() -> Iterator[None]:
     """For what a tool prints, which may be more than its reader wants, or hold what its encoding lacks: `| head` and LC_ALL=C are
     no fault, a full disk is one."""
+    guard_console()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", "") in ("strict", "surrogateescape"):  # the second: LC_ALL=C's
             stream.reconfigure(errors="backslashreplace")
