@@ -26,20 +26,29 @@ def bf16_units() -> str:
     return next((unit for unit, name in names.items() if getattr(torch.cpu, name, bool)()), "")
 
 
+def rounds_fp32() -> bool:
+    """Do products now round fp32 operands? Seen by what 24 bits hold and 8 do not, as PyTorch need not know: without
+    /proc/cpuinfo it takes a CPU with AMX for one without any units, and oneDNN, which asks the CPU itself, uses them."""
+    x = 1 + torch.arange(64 * 64).view(64, 64) / 4096
+    return not torch.equal(x @ torch.eye(64), x)
+
+
 def use_cpu() -> str:
     """Products as this CPU makes them best, in words for the log. The same CPU chooses the same: a run repeats its own bits.
 
     "medium" hands fp32 products to oneDNN, which also on an AMD CPU uses all of AVX-512, where MKL uses half of it. They stay
-    in fp32, but on AMX, where oneDNN would round their operands: there they stay with MKL. Where there are bf16 units, linear
+    in fp32, but where oneDNN rounds their operands, as on AMX: there they stay with MKL. Where there are bf16 units, linear
     maps, the MLP and Polar Express have bf16 operands; attention and head stay in fp32. Elsewhere nothing is in bf16.
     """
     units = bf16_units()
     triton_kernels.cpu = CPU_BF16 if units else CPU_FP32
-    torch.set_float32_matmul_precision("highest" if units == "AMX" else "medium")
+    torch.set_float32_matmul_precision("medium")
+    if rounded := rounds_fp32():
+        torch.set_float32_matmul_precision("highest")
     if platform.libc_ver()[0] == "glibc":  # freed memory stays: its pages would be faulted in again, a third of an MLP's time
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and the heap never shrinks
-    library = "oneDNN" if units != "AMX" and torch.backends.mkldnn.is_available() else "PyTorch's own library"
+    library = "oneDNN" if not rounded and torch.backends.mkldnn.is_available() else "PyTorch's own library"
     narrow = f"bf16 operands by {units}" if units else "no bf16 units"
     return f"products: {narrow}, fp32 by {library}, on {torch.backends.cpu.get_cpu_capability()}"
 

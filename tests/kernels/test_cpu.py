@@ -33,11 +33,21 @@ def with_units(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 )
 def test_the_units_decide_alone(monkeypatch, names, chosen, precision, said) -> None:
     with_units(monkeypatch, *names)
+    monkeypatch.setattr(cpu, "rounds_fp32", lambda: AMX in names)
     words = {cpu.use_cpu() for _ in range(3)}
     assert len(words) == 1 and said in words.pop()
     assert (tk.cpu, torch.get_float32_matmul_precision()) == (chosen, precision)
     cpu.forget_cpu()
     assert (tk.cpu, torch.get_float32_matmul_precision()) == (None, "highest")
+
+
+@pytest.mark.parametrize("names", [(), (AVX512,), (AMX, AVX512)])
+def test_fp32_products_round_no_operands_whatever_pytorch_knows_of_the_cpu(monkeypatch, names) -> None:
+    """Without /proc/cpuinfo it knew no AMX, which oneDNN used: Polar Express broke, and nothing was learnt, in silence."""
+    with_units(monkeypatch, *names)
+    cpu.use_cpu()
+    x, eye = 1 + torch.arange(300 * 128).view(300, 128) / 2**16, torch.eye(128)
+    assert torch.equal(x @ eye, x) and torch.equal((x[None] @ eye[None])[0], x) and not cpu.rounds_fp32()
 
 
 def test_a_pytorch_that_knows_no_units_has_none(monkeypatch) -> None:
