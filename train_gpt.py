@@ -47,7 +47,7 @@ from data.loader import (
 from launch.console import AgreedError, RunError, Stopped, leave, tell
 from launch.machine import seed_random
 from launch.signals import Signals
-from runtime.checkpoints import map_tensors
+from runtime.checkpoints import differences, map_tensors
 from runtime.options import check_values, is_plain_name, parse_options, setting
 from runtime.ranks import Ranks, join_ranks
 from runtime.run import Run
@@ -812,9 +812,9 @@ class NorMuonAndAdam:
         self.in_wide: set[str] = set()  # labels whose pending gradient is in wide_grads
         self.state, self.constants = {}, {}
         for label, shard in self.shards.items():
-            self.state[label] = param_table[label].initial_state(shard)
+            self.state[label] = map_tensors(lambda x: x, param_table[label].initial_state(shard))  # NumPy's numbers as Python's
             self.constants[label] = param_table[label].constants(shard, self.own_rows[label].start)
-            fits = lambda x: x.shape[:1] == shard.shape[:1] if torch.is_tensor(x) else hasattr(x, "__float__")
+            fits = lambda x: x.shape[:1] == shard.shape[:1] if torch.is_tensor(x) else type(x) in (bool, int, float)
             bad = ", ".join(name for name, x in self.state[label].items() if not fits(x))
             raise_first((bad, f"{label}: initial_state's {bad}: must be numbers, or tensors of the rows given, {len(shard)}"))
 
@@ -857,9 +857,7 @@ class NorMuonAndAdam:
         """Which rows this rank updates: those of its share that are not padding."""
         padded, row, n = self.padded[label], self.table[label], self.num_rows(label)
         share = len(self._rank_share(label, padded))
-        first = self.rank * share if row.comms == "sharded" else 0
-        if row.pad_front:
-            first -= len(padded) - n
+        first = (self.rank * share if row.comms == "sharded" else 0) - row.pad_front * (len(padded) - n)
         start, stop = max(first, 0), max(first + share, 0)
         return slice(min(start, n), min(stop, n))
 
@@ -985,10 +983,11 @@ class NorMuonAndAdam:
     def load_state(self, saved: dict[str, dict[str, Any]]) -> None:
         """Copy saved states, by label, into these tensors, in place: compiled updates keep them."""
         for label, values in saved.items():
-            own = self.state[label]
-            raise_first((late := {*own} - {*values}, f"{label}: update made {late}: make it in initial_state, for checkpoints"))
+            own = map_tensors(lambda x: x, self.state[label])
+            bad = differences(own, values, f"state.{label}.")
+            raise_first((bad, f"{'; '.join(bad)}: updates must keep initial_state's names, types and shapes, for checkpoints"))
             for name, value in values.items():
-                own[name] = own[name].copy_(value) if isinstance(value, Tensor) else value
+                self.state[label][name] = own[name].copy_(value) if isinstance(value, Tensor) else value
 
 
 # -----------------------------------------------------------------------------

@@ -200,9 +200,12 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
 
     Written beside its place, as `{path}.tmp`, then renamed, so that `path` is the old file or the new one and never a part.
     A killed process leaves its `.tmp`, which the next one replaces. Two writers of one path must be kept apart: `locked`.
-    Raises OSError, also for a `.tmp` that is a link or no file.
+    Raises OSError, also for a `.tmp` that is a link or no file, and for a path that is a device or a FIFO, or leads to one: it
+    would be replaced, and of the system's there is one.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "is no regular file, and is not replaced: name another", f"{path}")
     temporary = path.with_name(path.name + ".tmp")
     check_plain(temporary)
     temporary.unlink(missing_ok=True)

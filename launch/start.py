@@ -359,7 +359,9 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
             with torch.device("cpu"):
                 return script.build(settings, group._replace(device=torch.device("cpu")))
 
+    barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # here nobody else would come to it
     state = run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
+    os.environ |= {"TORCH_DIST_INIT_BARRIER": barrier} if barrier else {}
     work = TOKEN_MEMORY * getattr(s, "max_tokens", 0) * getattr(s, "model_dim", 0)
     if not gpus:
         check_memory(ranks, RANK_MEMORY + state + work)
@@ -585,6 +587,7 @@ class Ranks:
 
     def __init__(self, count: int, command: list[str], name: str):
         self.name, self.received, self.heard, self.busy, self.stopped = name, [], 0.0, 0.0, False
+        self.awake = 0.0  # seconds of wait, without those in which this process stood still itself, as by docker pause
         for number in heeded_signals():
             signal.signal(number, self._receive)
         signal.signal(signal.SIGURG, self._hear_busy)  # launch/signals.py's BUSY
@@ -611,19 +614,21 @@ class Ranks:
             self.heard = time.monotonic()
 
     def _hear_busy(self, *_: Any) -> None:
-        self.busy = time.monotonic()
+        self.busy = self.awake
 
     def _stay(self, *_: Any) -> None:
         self.stopped = True
 
     def wait(self, pause: float = 0.05) -> int:
         """The exit code: 0, a rank's own, 128 + a signal that was handed on, 1 for a rank that died by another."""
-        told, failed, deadline = 0, None, float("inf")
+        told, failed, deadline, last = 0, None, float("inf"), time.monotonic()
         while any(process.poll() is None for process in self.processes):
+            before, last = last, time.monotonic()
+            self.awake += min(last - before, 1.0)
             if len(self.received) > told:
                 number, told = self.received[told], told + 1
                 self._send(number)
-                deadline = min(deadline, time.monotonic() + PATIENCE) if told == 1 else time.monotonic() + 2
+                deadline = min(deadline, self.awake + PATIENCE) if told == 1 else self.awake + 2
                 if told == 1:
                     at_once = "ends all ranks at once"  # SIGQUIT, which they do not handle
                     how = at_once if number == signal.SIGQUIT else f"a step that has begun is finished; a second one {at_once}"
@@ -635,9 +640,9 @@ class Ranks:
                 tell(self.name, "SIGTSTP: its clock would not stop, so a run trains on; Ctrl-C ends it after its step")
             if failed is None and (failed := self._failed()) is not None:
                 self._send(signal.SIGTERM)
-                deadline = time.monotonic() + PATIENCE
+                deadline = self.awake + PATIENCE
             busy = self.busy + PATIENCE if told == 1 and failed is None else 0.0
-            if time.monotonic() > max(deadline, busy):
+            if self.awake > max(deadline, busy):
                 self._send(signal.SIGKILL)
             time.sleep(pause)
         failed = self._failed() if failed is None else failed

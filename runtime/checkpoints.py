@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.shards import drop_leftovers, whole_file
+from data.shards import drop_leftovers, one_line, whole_file
 from launch.console import reason, tell
 from launch.sources import source_changes
 from runtime.log import RULE, same_run
@@ -89,8 +89,7 @@ def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
             tell(f"{old}: cannot be deleted: {error.strerror}")
 
 
-def step_of(path: Path) -> int:
-    """By its name; -1 if that is no checkpoint's."""
+def step_of(path: Path) -> int:  # by its name; -1 if that is no checkpoint's
     return int(match[1]) if (match := re.fullmatch(r"step_(\d+)\.pt", path.name)) else -1
 
 
@@ -166,7 +165,7 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
 def whole_state(manager: Any, ranks: Ranks) -> dict[str, Any]:
     """Every rank's state, on the first rank; called by all. Raises AgreedError for numbers that differ between ranks."""
     state = manager.state_dict()
-    ranks.check_same({name: x for name, x in leaves(state) if not isinstance(x, Tensor)})
+    ranks.check_same({name: f"{x}" for name, x in leaves(state) if not isinstance(x, Tensor)})
     sharded = map_tensors(lambda x: torch.cat(ranks.collect(x) or [x]), state["sharded"])
     parts = {label: ranks.collect(x) for label, x in sorted(state["partial"].items())}
     each = range(ranks.world_size if ranks.first else 0)
@@ -238,4 +237,4 @@ def raise_if(path: Path, faults: list[str]) -> None:
 def resumption_note(path: Path, saved: dict[str, Any], sources: dict[str, str], environment: list[str]) -> str:
     """For the log's header: where the run went on, on what machine, and by what changes to the sources."""
     source, diff = source_changes(saved["sources"], sources)
-    return "\n".join([f"resumed at step {saved['step']} from {path}, {source}", *environment, *diff])
+    return "\n".join([f"resumed at step {saved['step']} from {one_line(path)}, {source}", *environment, *diff])

@@ -56,8 +56,7 @@ class Log:
         except OSError as error:
             raise OSError(f"{path}: {error.strerror or error}") from error
 
-    def write(self, text: str, console: bool = False) -> None:
-        """A line of the log."""
+    def write(self, text: str, console: bool = False) -> None:  # a line of the log
         if self.quiet:
             return
         self.lines.append(f"{text}\n")
@@ -83,8 +82,7 @@ class Log:
     def _text(self) -> bytes:
         return encoded("".join([self.header, "\n", *self.lines]))
 
-    def _write_all(self) -> None:
-        """A new file of what is in memory, whole or not at all."""
+    def _write_all(self) -> None:  # a new file of what is in memory, whole or not at all
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(self.path) as file:
             file.write(self._text())
@@ -135,8 +133,7 @@ class Clock:
         self.synchronize()
         self.before = self.read()
 
-    def read(self) -> float:
-        """Seconds, running. Wait for the device first, or for the event of the step that is read."""
+    def read(self) -> float:  # seconds, running; wait for the device first, or for the event of the step that is read
         return self.before + time.perf_counter() - self.started
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from launch.machine import environment_number, usable_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
+RUNS = count()  # of this process: an idea may call main() twice, and the store keeps the keys of the first group
 
 
 class Ranks(NamedTuple):
@@ -30,8 +32,7 @@ class Ranks(NamedTuple):
     def first(self) -> bool:
         return self.rank == 0
 
-    def gather(self, item: Any) -> list[Any]:
-        """Every rank's item, on every rank."""
+    def gather(self, item: Any) -> list[Any]:  # every rank's item, on every rank
         items = [item] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(items, item)
@@ -102,7 +103,8 @@ def join_ranks() -> Ranks:
         torch.set_num_threads(max(1, usable_cores() // local_size))
     if launched:
         try:
-            dist.init_process_group(store=next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0], **how)
+            store = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
+            dist.init_process_group(store=dist.PrefixStore(f"{next(RUNS)}", store), **how)
         except (RuntimeError, ValueError) as error:
             place, why = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", str(error).splitlines()[0]
             advice = "are all of them started, once each, and is the port free?"

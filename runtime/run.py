@@ -73,7 +73,8 @@ class Run:
         new = s.resume == checkpoints.LATEST and {*checkpoints.checkpoints(path.parent)} - {*there}
         ranks.raise_together(RunError(f"run {s.run_id} has saved a checkpoint meanwhile: start again") if new else None)
         ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path, s) if ranks.first else (str,))
-        room = checkpoints.check_room, self.folder, manager.layout(1), ranks.world_size, s.keep_checkpoints
+        self.layout = manager.layout(1)
+        room = checkpoints.check_room, self.folder, self.layout, ranks.world_size, s.keep_checkpoints
         ranks.on_all(*(*room, len(self.saved_steps)) if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
@@ -169,8 +170,7 @@ class Run:
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
             self.log.write(step_line(step, self.total, self.clock.before, loss), console=True)
 
-    def _name_non_finite(self) -> str:
-        """Labels whose weights hold an infinity or NaN, or else whose gradients do, on any rank; empty if all is finite."""
+    def _name_non_finite(self) -> str:  # labels of weights, or else of gradients, on any rank; empty if all is finite
         for kind, tensors in self.manager.live_tensors().items():
             if bad := set().union(*self.ranks.gather(checkpoints.non_finite_tensors(tensors))):
                 return f"not finite: the {kind} of {', '.join(label for label in tensors if label in bad)}"
@@ -184,6 +184,8 @@ class Run:
         def write() -> str:
             if bad := checkpoints.non_finite_tensors(state):
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
+            if kinds := checkpoints.differences({**state, "partial": {}}, {**self.layout, "partial": {}}, "state."):
+                raise ValueError(f"{'; '.join(kinds[:3])}: updates must keep initial_state's kinds; stopped, not saved")
             s, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
             saved = {"step": step, "seconds": self.clock.before, "run_id": s.run_id, "log": log, "shards": self.shards}
             course = {"tokens": self.tokens_done, **self.manager.ticks(step)}

@@ -192,6 +192,19 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     assert content_of(tmp_path) == {}
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_device_or_a_fifo_is_not_replaced(tmp_path: Path, linked: bool) -> None:
+    """compare.py --plot=/dev/null, as root, would leave the system without one."""
+    os.mkfifo(tmp_path / "fifo")
+    for place in (tmp_path / "fifo", Path("/dev/null")):
+        path = tmp_path / f"to {place.name}" if linked else place
+        if linked:
+            path.symlink_to(place)
+        with pytest.raises(OSError, match=f"is no regular file, and is not replaced: name another: '{path}'"), whole_file(path):
+            raise AssertionError
+    assert stat.S_ISFIFO(os.stat(tmp_path / "fifo").st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
 def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path: Path, disk: Disk) -> None:
     disk.fail_at, disk.error = 2, OSError(errno.EINVAL, "Invalid argument")
     with whole_file(tmp_path / "f") as file:

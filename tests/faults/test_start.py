@@ -587,13 +587,14 @@ def test_so_is_a_package_or_a_module_of_an_installed_one(start, shards, tmp_path
     assert (code, started) == (1, ()) and len(lines) == 1 and f"hides the module '{name}' that others" in lines[0]
 
 
-def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path):
-    """DETAIL, which no group of one process among several can have."""
-    code = "from launch.start import *; print(check(load(Path(sys.argv[1])), sys.argv[2:], None)[0])"
+@pytest.mark.parametrize("name, value", [("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), ("TORCH_DIST_INIT_BARRIER", "1")])
+def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path, name, value):
+    """What no group of one process among several can have; the ranks get it."""
+    code = f"from launch.start import *; print(check(load(Path(sys.argv[1])), sys.argv[2:], None)[0], os.environ['{name}'])"
     command = [PYTHON, "-c", code, f"{SCRIPT}", *options(shards, tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}", name: value}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
-    assert done.returncode == 0 and done.stdout.endswith("\n2\n"), done.stderr
+    assert done.returncode == 0 and done.stdout.endswith(f"\n2 {value}\n"), done.stderr
 
 
 FIELD = "    seed: int = setting("
@@ -1061,6 +1062,17 @@ def test_a_hang_up_beside_another_signal_is_no_second_one(ranks, tmp_path, numbe
     send = f"[(os.kill(pid, n), time.sleep(0.1)) for n in {numbers} for pid in (os.getpid(), os.getppid())]"
     both = SAVES.replace("os.kill(os.getppid(), 15)", send).replace("time.sleep(2)", "time.sleep(3)")
     code, said = ranks(both.format(place=tmp_path, peers=True, saving=True, after="os._exit(0)"))
+    assert (code, said.count("through\n")) == (0, 2), said
+
+
+def test_time_in_which_the_launcher_stood_still_is_no_patience(ranks, monkeypatch, tmp_path):
+    """As by docker pause, or kill -STOP of all processes: ranks that had no time to end their step were killed."""
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (tmp_path / "later").exists(), sleep=time.sleep)
+    monkeypatch.setattr(launcher, "time", clock)
+    later = f"time.sleep(0.2)\n    open('{tmp_path}/later', 'w')\n    time.sleep(0.5)"
+    stood = SAVES.replace("    time.sleep(2)", f"    {later}").replace("STOP_TIMEOUT = 0.2", "STOP_TIMEOUT = 25")
+    (tmp_path / "place").mkdir()
+    code, said = ranks(stood.format(place=tmp_path / "place", peers=True, saving=False, after="os._exit(0)"))
     assert (code, said.count("through\n")) == (0, 2), said
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -378,7 +379,7 @@ def test_a_parameter_without_rows_is_named(shape: tuple[int, ...]) -> None:
         NorMuonAndAdam(params, table, table, table)
 
 
-@pytest.mark.parametrize("scale", [torch.zeros(()), torch.zeros(1, 8), [0], (1, 2), [torch.zeros(4)], "x"])
+@pytest.mark.parametrize("scale", [torch.zeros(()), torch.zeros(1, 8), [0], (1, 2), [torch.zeros(4)], "x", Fraction(1, 3)])
 def test_state_without_a_row_for_each_of_the_parameters_is_refused(scale: object) -> None:
     """A checkpoint joins the ranks' rows: one of such a state would be refused when it is needed. What a list counts in the
     warm-up would stay."""
@@ -392,12 +393,20 @@ def test_state_without_a_row_for_each_of_the_parameters_is_refused(scale: object
         NorMuonAndAdam(params, table, table, table)
 
 
-def test_state_that_an_update_makes_is_refused_after_the_warm_up() -> None:
-    """As torch.optim makes it: no checkpoint that holds it could be resumed."""
+@pytest.mark.parametrize(
+    "name, value, fault",
+    [
+        ("late", torch.zeros(1), "late is unknown"),  # as torch.optim makes it
+        ("step", True, "step is bool, here float"),
+        ("exp_avg", torch.zeros(2), r"exp_avg is \(2,\) float32, here \(.*\) float32"),
+    ],
+)
+def test_state_that_an_update_makes_or_changes_is_refused_after_the_warm_up(name: str, value: object, fault: str) -> None:
+    """No checkpoint that holds it could be resumed."""
     optimizer = NorMuonAndAdam(tiny_gpt().named_parameters(), PARAM_TABLE, SCATTER_ORDER, WORK_ORDER)
     before = {label: dict(state) for label, state in optimizer.state.items()}
-    optimizer.state["embed"]["late"] = torch.zeros(1)
-    with pytest.raises(ValueError, match="^embed: update made {'late'}: make it in initial_state, for checkpoints$"):
+    optimizer.state["embed"][name] = value
+    with pytest.raises(ValueError, match=f"^state.embed.{fault}: updates must keep initial_state's names, types and shapes, for"):
         optimizer.load_state(before)
 
 

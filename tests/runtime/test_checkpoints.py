@@ -239,6 +239,8 @@ def test_a_note_on_a_resumption_says_which_sources_have_changed():
     ]  # fmt: skip
     renamed = dict(zip(("idea.py", "runtime/log.py", "old.py"), saved["sources"].values()))
     assert checkpoints.resumption_note(Path("p"), saved, renamed, []) == "resumed at step 3 from p, with the same source"
+    there = checkpoints.resumption_note(Path("a\nb/p"), saved, renamed, [])  # on one line, by which tools find it
+    assert there == "resumed at step 3 from a b/p, with the same source"
 
 
 def test_another_runs_log_is_not_written_over(unbroken, shards, tmp_path, capsys):

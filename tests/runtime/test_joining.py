@@ -1,5 +1,6 @@
 """Ranks find each other or say why not, and agree on what they found; a rank never waits for one that has left."""
 
+import math
 import os
 import re
 import shutil
@@ -234,6 +235,18 @@ def test_a_number_of_one_ranks_own_is_not_saved_for_all(run_ranks, shards, tmp_p
     """An idea's rule kept a norm of its own rows: resumed, all ranks went on with the first one's."""
     said = "rank 1: sharded.embed.own is 1, on rank 0 0: must be the same on all ranks"
     assert run_ranks(2, own_numbers, shards, tmp_path) == [said, said]
+
+
+def test_a_number_that_is_none_yet_is_the_same_on_all_ranks(run_ranks, shards, tmp_path):
+    """NaN, which equals nothing: "is nan, on rank 0 nan"."""
+    assert run_ranks(2, no_numbers, shards, tmp_path) == [True, True]
+
+
+def no_numbers(rank: int, world_size: int, shards: Path, folder: Path) -> bool:
+    ranks = Ranks(rank, world_size, torch.device("cpu"))
+    manager = train_gpt.build(tiny_settings(shards, folder), ranks)
+    manager.optimizer.state["embed"]["best"] = math.nan
+    return math.isnan(whole_state(manager, ranks)["sharded"]["embed"]["best"])
 
 
 def own_numbers(rank: int, world_size: int, shards: Path, folder: Path) -> str:

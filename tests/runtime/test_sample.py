@@ -75,7 +75,7 @@ def test_the_latest_is_the_projects_wherever_one_stands(tmp_path, monkeypatch, c
     monkeypatch.setattr(sample.checkpoints, "find_checkpoint", lambda *place: looked.append(place) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sample.main(["latest", "x", f"--script={SCRIPT}"])
-    assert looked == [("latest", f"{ROOT / 'logs'}")]
+    assert looked == [("latest", ROOT / "logs")]
 
 
 def test_a_parameter_that_a_setting_switches_on_is_no_other_recipes(logs, tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The log holds every source that took part, exactly; what is extracted from it runs to the same bits. ./run.sh starts it."""
 
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -280,6 +281,21 @@ def test_a_source_that_no_log_can_hold_is_named(tree, end, said):
     sources, said = Sources(root / "idea.py"), f"idea.py, byte 31: {said}"
     with pytest.raises(ValueError, match=rf"{root}/{said}"):
         sources.imported()
+
+
+def test_a_module_without_its_source_is_refused(tree):
+    """Left of one that was moved away, say: it took part, and the log held nothing of it."""
+    root, load = tree
+    sources = Sources(root / "idea.py")
+    for folder, refused in ((root.parent / "site-packages", False), (root, True)):
+        folder.mkdir(exist_ok=True)
+        py_compile.compile(f"{root / 'unused.py'}", cfile=f"{folder / 'secret.pyc'}")
+        load(folder / "secret.pyc", f"secret_{refused}")
+        if refused:
+            with pytest.raises(ValueError, match=f"^{folder}/secret.pyc is a module without its source, which a log would hold: "):
+                sources.imported()
+        else:
+            assert [*sources.imported()] == ["idea.py"]
 
 
 def test_a_script_that_is_edited_between_pythons_reading_and_ours_is_refused(tree):

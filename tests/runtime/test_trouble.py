@@ -189,6 +189,22 @@ def test_a_bad_loss_is_found_before_it_reaches_the_weights(shards, tmp_path, mon
     assert non_finite_tensors(managers[0].state_dict()["same"]["parameters"]) == ["x0_lambdas"]
 
 
+@pytest.mark.parametrize("value, fault", [(True, "bool, here float"), (torch.zeros(514, 2), "Tensor, here float")])
+def test_a_rules_state_that_changes_its_kind_is_found_at_a_save(shards, tmp_path, monkeypatch, capsys, no_warm_up, value, fault):
+    """An idea's: every checkpoint was written, and none could be resumed."""
+    step_optimizers = TrainingManager.step_optimizers
+
+    def change(self, step):
+        step_optimizers(self, step)
+        if step == 5:
+            self.optimizer.state["value_embeds"]["step"] = value
+
+    monkeypatch.setattr(TrainingManager, "step_optimizers", change)
+    said = f"state.sharded.value_embeds.step is {fault}: updates must keep initial_state's kinds; stopped, not saved"
+    ends_with(capsys, options(shards, tmp_path, save_every=3), said, code=1)
+    assert [path.name for path in (tmp_path / "logs" / "run").iterdir()] == ["step_000003.pt"]
+
+
 def test_what_the_loss_does_not_show_is_found_at_a_validation(shards, tmp_path, monkeypatch, capsys, no_warm_up):
     """A value embedding of a token that no text holds."""
     spoil_a_weight(monkeypatch, 3, "value_embeds", 300, torch.nan)
