@@ -94,7 +94,7 @@ def other_sources(trainer: ModuleType, saved: dict[str, str]) -> str:
 
 
 def sample(
-    trainer: ModuleType, path: str, prompt: str, tokens: int, temperature: float, nucleus: float = 1.0, log_dir: str = "logs"
+    trainer: ModuleType, path: str, prompt: str, tokens: int, temperature: float, nucleus: float = 1.0, log_dir: str | Path = "logs"
 ) -> str:  # fmt: skip
     """What the model writes after the prompt. Raises CheckpointError (a ValueError) if the file does not serve."""
     place, saved = checkpoints.find_checkpoint(path, log_dir)
@@ -134,8 +134,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="above 0: near it the likeliest, 1 as trained (0.8)")
     parser.add_argument("--nucleus", type=float, default=0.99, help="share of the probability that is drawn from (0.99)")
     parser.add_argument("--script", type=user_path, default=Path(__file__).with_name("train_gpt.py"), help="that trained it")
-    logs = f"{Path(__file__).resolve().parent / 'logs'}"
-    parser.add_argument("--log_dir", type=os.path.expanduser, default=logs, help="where 'latest' looks (the project's logs/)")
+    logs = Path(__file__).resolve().parent / "logs"
+    parser.add_argument("--log_dir", type=user_path, default=logs, help="where 'latest' looks (the project's logs/)")
     args = parser.parse_args(argv)
     if args.tokens < 1 or not 0 < args.temperature < math.inf:
         parser.error("--tokens and --temperature must be positive and finite")

@@ -132,6 +132,8 @@ def _put(number: int, data: bytes, seconds: float) -> bytes:
 
 def user_path(text: str) -> Path:
     """argparse type. A ~ is the home folder, which shells expand in `--output ~/x`, and leave as it is in `--output=~/x`."""
+    if not text:  # which Path takes for the current folder
+        raise argparse.ArgumentTypeError("is empty: is a shell variable not set?")
     return Path(os.path.expanduser(text))
 
 

@@ -48,10 +48,12 @@ class Sources:
     def imported(self) -> dict[str, str]:
         """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported.
         Raises ValueError for what a log cannot hold: bytes that are no UTF-8, two files of one path, a path that extract.py
-        would not write; for a script that was edited after Python had read it and before this did."""
+        would not write, a compiled module alone; for a script that was edited after Python had read it and before this did."""
         if self.edited:
             raise ValueError(f"{self.path} was edited while it started: start again")
         files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
+        for file in sorted(file for file in files if file.endswith(".pyc") and self._beside(file)):
+            raise ValueError(f"{file} is a module without its source, which a log would hold: give it its .py, or move it away")
         self.paths |= {file: self._ours(file) for file in files - self.paths.keys()}
         loaded = {*filter(None, map(self.paths.get, files))}
         ours, more = set(), {self.path, *loaded}
@@ -149,11 +151,12 @@ class Sources:
     def _ours(self, file: str) -> Path | None:
         if not file.endswith(".py") or self._installed(file):  # nearly all
             return None
-        for path in places(file):  # a link that lies beside the script counts, wherever its end
-            beside = path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent)
-            if beside and not self._installed(f"{path}") and (path in self.contents or path.is_file()):
-                return path
-        return None
+        return next((path for path in self._beside(file) if path in self.contents or path.is_file()), None)
+
+    def _beside(self, file: str) -> list[Path]:
+        """Where the file lies in the project or beside the script; a link counts that lies there, wherever its end."""
+        ours = (path for path in places(file) if path.is_relative_to(ROOT) or path.is_relative_to(self.path.parent))
+        return [path for path in ours if not self._installed(f"{path}")]
 
     def _installed(self, file: str) -> bool:
         """Is it Python's own or a package's? The project may itself lie in a folder of packages."""

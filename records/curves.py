@@ -63,13 +63,15 @@ def stages(run: RunLog) -> list[tuple[str, float]]:
     """The names of its stages and the steps at which they begin; empty if its sources and settings do not tell.
 
     The script's table STAGES has a row a stage, whose `until` is the fraction of the scheduled steps at which it ends; in
-    older scripts, which have none, the stages are equal parts.
+    older scripts, which have none, the stages are equal parts. A script that changes its table later does not tell.
     """
     try:
         scheduled = int(run.settings["num_scheduled_iterations"])
+        tree = ast.parse(run.script[1])
+        stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         tables = [
             node.value.elts
-            for node in ast.parse(run.script[1]).body
+            for node in tree.body
             if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith(("STAGES = ", "STAGES: "))
         ]
         options = [option for row in tables[0] for option in getattr(row, "keywords", ())]
@@ -77,11 +79,12 @@ def stages(run: RunLog) -> list[tuple[str, float]]:
         ends = ends or [(i + 1) / len(tables[0]) for i in range(len(tables[0]))]
     except (KeyError, ValueError, SyntaxError, IndexError, AttributeError, ArithmeticError, RecursionError, MemoryError):
         return []
+    changed = [node.id for node in stored].count("STAGES") > 1
     starts = [0.0, *ends][:-1]
-    if len(ends) != len(tables[0]) or not all(a < b for a, b in pairwise([0.0, *ends])):
+    if changed or len(ends) != len(tables[0]) or not all(a < b for a, b in pairwise([0.0, *ends])):
         return []
-    named = [(f"stage {i + 1}", scheduled * start) for i, start in enumerate(starts)]
-    return named + [("extension", scheduled)] * (run.validations[-1][0] > scheduled)
+    begin, extension = [(f"stage {i + 1}", scheduled * start) for i, start in enumerate(starts)], scheduled * [1.0, *ends][-1]
+    return begin + [("extension", extension)] * (run.validations[-1][0] > extension)
 
 
 def number(expression: ast.expr) -> float:

@@ -127,25 +127,26 @@ def gather(name: str, *arguments: str, any_source: bool = False) -> Group:
 def choose(name: str, argument: str, logs: list[RunLog], any_source: bool) -> Group:
     """A group of these logs' runs, all of the kind that most of them are. Raises InputError as gather does."""
     group = Group(name)
-    complete, seen = [], {}
+    kinds: dict[tuple, list[RunLog]] = {}
+    seen = {}
     for log in logs:
-        content = (log.recipe, tuple(log.times.values()), tuple(log.validations))
         if log.fault:
             group.aside.append((log, log.fault))
-        elif log.times and content in seen:
+            continue
+        its_kind = tuple(sorted(kind(log, any_source).items()))
+        content = its_kind, figures(log)
+        if log.times and content in seen:
             group.aside.append((log, f"the same run as {seen[content]}"))
         else:
             seen[content] = log.path
-            complete.append(log)
+            kinds.setdefault(its_kind, []).append(log)
+    complete = sum(map(len, kinds.values()))
     if not complete:
         reasons = "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in group.aside]))
         raise InputError(f"{argument}: none of {len(group.aside)} logs is a complete run:\n{reasons}")
-    kinds: dict[tuple, list[RunLog]] = {}
-    for log in complete:
-        kinds.setdefault(tuple(sorted(kind(log, any_source).items())), []).append(log)
     ordered = sorted(kinds.items(), key=lambda item: -len(item[1]))
     (usual, group.runs), *others = ordered
-    if 2 * len(group.runs) <= len(complete) or any(len(runs) > 1 for _, runs in others):
+    if 2 * len(group.runs) <= complete or any(len(runs) > 1 for _, runs in others):
         raise InputError(several_kinds(argument, ordered))
     for other, runs in others:
         group.aside += [(run, f"other than most here: {differing(dict(usual), dict(other))}") for run in runs]
@@ -154,6 +155,11 @@ def choose(name: str, argument: str, logs: list[RunLog], any_source: bool) -> Gr
             f"the runs of {name} have {count} different sources (--any-source); what changed is told of the first"
         )
     return group
+
+
+def figures(log: RunLog) -> tuple:
+    """Its times and losses: no two runs have the same, and an editor that adds a mark or blanks to a copy changes none."""
+    return (*sorted(log.times.items()), *log.validations)
 
 
 def several_kinds(argument: str, ordered: list[tuple[tuple, list[RunLog]]]) -> str:

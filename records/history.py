@@ -36,8 +36,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leave
 
 import compare
 import tool
-from groups import Group, InputError, choose, find_logs, folded, gather, on_several_machines, plural
-from runlog import RunLog, read_log
+from groups import Group, InputError, choose, figures, find_logs, folded, gather, on_several_machines, plural
+from runlog import read_log
 from tool import clean, markdown
 
 RECORDS = Path(__file__).resolve().parent
@@ -252,10 +252,6 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
         draw_pictures(record, records)
         page(record, records)
         draft.rename(folder)
-
-
-def figures(log: RunLog) -> tuple:
-    return (*log.times.items(), *log.validations)
 
 
 def read(path: Path) -> str:

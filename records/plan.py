@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_intermixed_args(argv)
     between = None
     try:
-        if options.logs and options.sigma is None:
+        if options.logs and options.sigma is not None:
+            raise InputError("logs give a σ, and --sigma is one: name either")
+        if options.logs:
             group = gather("logs", *options.logs)
             values = group.times if options.time else group.losses
             if options.time and (mixed := on_several_machines(group.runs)):
@@ -79,8 +81,8 @@ def main(argv: list[str] | None = None) -> None:
             options.sigma = None if options.time else SIGMA
         if not options.sigma or not options.sigma > 0 or not options.difference > 0:
             raise InputError("the difference and σ must be above 0; of times, logs or --sigma must tell σ")
-        if not all(1e-100 < number < 1e100 for number in (options.difference, options.sigma)):
-            raise InputError("the difference and σ must be numbers that can be squared, from 1e-100 to 1e100")
+        if not all(1e-50 < number < 1e50 for number in (options.difference, options.sigma)):  # fourth powers are taken
+            raise InputError("the difference and σ must be from 1e-50 to 1e50")
     except (InputError, OSError) as error:
         raise SystemExit(f"plan.py: error: {error}") from None
     except ModuleNotFoundError as error:

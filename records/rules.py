@@ -234,9 +234,9 @@ def snippet(baseline: dict, row: dict, target: float) -> str:
         "```python",
         "import scipy.stats, statistics",
         "",
-        f"losses = {[round(loss, 4) for loss in row['losses']]}",
-        f"times = {[round(time, 3) for time in times]}  # seconds",
-        f"baseline_times = {[round(time, 3) for time in before]}  # {row['times_do_not_compare'] or 'same machine'}",
+        f"losses = {[round(loss, 10) for loss in row['losses']]}",
+        f"times = {[round(time, 9) for time in times]}  # seconds",
+        f"baseline_times = {[round(time, 9) for time in before]}  # {row['times_do_not_compare'] or 'same machine'}",
     ]
     p_below = "scipy.stats.ttest_1samp(losses, {:g}, alternative='less')"
     p_time = "scipy.stats.ttest_ind(times, baseline_times, equal_var=False)"

@@ -147,12 +147,6 @@ class RunLog:
         """The sources but the script's."""
         return dict(islice(self.sources.items(), 1, None))
 
-    @property
-    def recipe(self) -> tuple:
-        """Equal for runs of one experiment: sources (the script under any name), settings but the run's own, steps."""
-        sources = (self.script[1], *sorted(self.modules.items()))
-        return sources, tuple(self.recipe_settings.items()), self.validations[-1][0] if self.validations else None
-
 
 def read_log(path: Path) -> RunLog:
     """The log at `path`. Never raises for its content, nor for a file that cannot be read: fault says why."""

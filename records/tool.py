@@ -72,7 +72,12 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
     """main() as a command: with the packages of records/requirements.txt, its message cleaned, and gone when its reader is.
 
     packages: this interpreter's, else those of .venv, which is made or filled if need be; training's own stay as they are.
+    An empty argument is refused: of a shell variable that is not set, it would mean the current folder.
     """
+    own = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]  # what follows is the trainer's, as of race.py
+    if empty := [text for text in own if not text or re.fullmatch(r"--[\w-]+=", text)]:
+        print(f"{Path(sys.argv[0]).name}: error: {clean(empty[0]) or 'an argument'} is empty: is a shell variable not set?", file=sys.stderr)
+        raise SystemExit(2)
     if packages:
         go_on_with_packages()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

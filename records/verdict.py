@@ -9,7 +9,7 @@ from datetime import timedelta
 import t_tests
 from changes import other_tokens
 from curves import EqualLoss, equal_loss, paces
-from groups import Group, InputError, machine_told, on_several_machines, plural
+from groups import Group, InputError, figures, machine_told, on_several_machines, plural
 from runlog import RunLog, resumed_at, resumed_with_changes, started
 from t_tests import CONFIDENCE, LEAST_RUNS, MOST_RUNS, POWER, RANGE, Difference, Needed, P, mean, sigma
 
@@ -162,12 +162,16 @@ def cautions_of_both(a: Group, b: Group, pairs: bool, why_not: str) -> list[str]
     before, after = (group.runs[0].settings.get("val_tokens") for group in (a, b))
     if before != after and None not in (before, after):
         found.append(f"{b.name} was validated on {after} tokens, {a.name} on {before}: losses do not compare")
+    before, after = (validation_micro_batch(group.runs[0]) for group in (a, b))
+    if before != after and None not in (before, after):
+        found.append(f"{b.name} was validated in micro-batches of {after} tokens, {a.name} of {before}: documents are cut in other "
+                     f"places, from which alone losses differ a little")  # fmt: skip
     n_a, n_b = len(a.runs), len(b.runs)
     if min(n_a, n_b) > 1 and not pairs and (error := t_tests.true_error(n_a, n_b)) > t_tests.UNSAFE * P:
         found.append(f"{n_a} runs against {n_b}: of equal means Welch's test would say p < {P:g} in up to {error:.1%} of "
                      f"comparisons; run as many of each")  # fmt: skip
-    contents = {(*run.times.values(), *run.validations): run for run in a.runs}
-    copies = [run for run in b.runs if run.times and (*run.times.values(), *run.validations) in contents]
+    contents = {figures(run) for run in a.runs}
+    copies = [run for run in b.runs if run.times and figures(run) in contents]
     if copies:
         found.append(f"{plural(len(copies), 'run')} of {b.name}, such as {copies[0].path}, have the times and losses of a "
                      f"run of {a.name}")  # fmt: skip
@@ -181,6 +185,14 @@ def cautions_of_both(a: Group, b: Group, pairs: bool, why_not: str) -> list[str]
         found.append(f"{b.name} and {a.name} ran {plural(days, 'day')} apart ({dates[1][0]:%Y-%m-%d}, {dates[0][0]:%Y-%m-%d}): "
                      f"times compare only if it was the same machine, as it was")  # fmt: skip
     return found
+
+
+def validation_micro_batch(run: RunLog) -> int | None:
+    """Its tokens, over which no document goes on; None: the log does not tell."""
+    try:
+        return int(run.settings["val_batch_tokens"]) // int(run.settings["micro_batches"])
+    except (KeyError, ValueError, ZeroDivisionError):
+        return None
 
 
 # -----------------------------------------------------------------------------

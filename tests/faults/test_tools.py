@@ -486,3 +486,29 @@ def test_a_home_folder_in_an_option_is_meant_as_such(tmp_path):
     done = command("compare.py", a, b, "--plot=~/picture.png", **how)
     assert done.returncode == 0 and (tmp_path / "picture.png").exists(), done.stderr
     assert not (tmp_path / "~").exists()
+
+
+EMPTY = {  # of an unset variable of a shell: each took the logs of the current folder, or wrote there
+    "compare.py": ([[], ""], [[], "--plot="]),
+    "plan.py": (["0.01", ""],),
+    "extract.py": ([[], ""], ["", "x"]),
+    "history.py": (["--add", "x", "", "--description=d", "--contributors=c"], ["--picture="]),
+    "race.py": (["", "x", "1"], [[], [], "1", "--logs="]),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_argument_is_not_the_current_folder(tmp_path, name):
+    (tmp_path / "0.txt").write_bytes(make_log())
+    for arguments in EMPTY[name]:
+        said = next((f"{x}is empty" for x in arguments if x and str(x).endswith("=")), "an argument is empty").replace("=is", "= is")
+        done = command(name, *(x if x != [] else tmp_path / "0.txt" for x in arguments), cwd=tmp_path, text=True)
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr == f"{name}: error: {said}: is a shell variable not set?\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["0.txt"]
+
+
+@pytest.mark.parametrize("tool, option", [("data/local_text.py", "input"), ("data/fineweb.py", "output"), ("sample.py x y", "log_dir")])
+def test_nor_is_an_empty_option_of_other_tools(tmp_path, tool, option):
+    name, *arguments = tool.split()
+    done = subprocess.run([sys.executable, f"{ROOT}/{name}", *arguments, f"--{option}="], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.endswith(f"--{option}: is empty: is a shell variable not set?\n")

@@ -164,6 +164,23 @@ def test_a_copy_of_a_log_counts_once(tmp_path):
     assert [(log.path.name, reason) for log, reason in group.aside] == [("again.txt", f"the same run as {tmp_path / '2.txt'}")]
 
 
+@pytest.mark.parametrize("edit", ["BOM", "blanks", "blanks of one line", "empty lines"])
+def test_so_does_one_that_an_editor_saved(tmp_path, edit):
+    for i in range(3):
+        write(tmp_path, f"{i}.txt", ms=10 + i)
+        log = (tmp_path / f"{i}.txt").read_bytes()
+        copy = {
+            "BOM": b"\xef\xbb\xbf" + log,
+            "blanks": log.replace(b"ms\n", b"ms \n"),
+            "blanks of one line": log.replace(b"ms\n", b"ms\t\n", 1),
+            "empty lines": log.replace(b"ms\n", b"ms\r\n\r\n", 2),
+        }[edit]
+        (tmp_path / f"{i} again.txt").write_bytes(copy)
+        assert copy != log
+    group = gather("runs", str(tmp_path))
+    assert len(group.runs) == 3 and all(reason.startswith("the same run as") for _, reason in group.aside)
+
+
 def test_comments_annotations_and_run_ids_are_one_kind(tmp_path):
     for i, script in enumerate((b"x = 1\nrun_id = 'a'\n", b"x = 1  # one\nrun_id = 'b'\n", b"x: int = 1\nrun_id = 'c'\n")):
         write(tmp_path, f"{i}.txt", script=script, ms=10 + i)

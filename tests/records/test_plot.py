@@ -23,6 +23,8 @@ from runlog import parse_log
         ("STAGES: tuple[Stage, ...] = (Stage(until=0.2), Stage(until=3/4/1), Stage(until=1))", [0, 12, 45, 60]),
         ("STAGES = (Stage(batch=8), Stage(batch=16), Stage(batch=24))", [0, 20, 40, 60]),
         ("STAGES = (Stage(8),)", [0, 60]),
+        ("STAGES = (Stage(until=1/3), Stage(until=0.9))", [0, 20, 54]),
+        ("STAGES = (Stage(until=1/3), Stage(until=1.2))", [0, 20]),
         ("STAGES = ()", [60]),
     ],
 )
@@ -40,6 +42,9 @@ def test_stages_begin_where_the_one_before_ends(table, starts):
         "STAGES = (Stage(until=1/3), Stage(batch=16))",
         "STAGES = (Stage(until=2/3), Stage(until=1/3))",
         "STAGES = TABLE",
+        "STAGES = (Stage(until=1),)\nSTAGES += (Stage(until=1.2),)",
+        "STAGES = (Stage(until=1),)\nif True:\n    STAGES = (Stage(until=1/2), Stage(until=1))",
+        "STAGES = (Stage(until=1),)\nSTAGES = (Stage(until=1/2), Stage(until=1))",
         "OTHERS = (Stage(until=1),)",
         "STAGES = (",
     ],

@@ -199,7 +199,7 @@ def test_no_bytes_break_the_parser(junk, where, within):
     assert log.fault or log.validations
     data = make_log()
     where %= len(data)
-    parse_log(data[:where] + junk + data[where if within else where + len(junk) :]).recipe  # noqa: B018
+    parse_log(data[:where] + junk + data[where if within else where + len(junk) :]).recipe_settings  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,8 @@ def test_the_plan(capsys, tmp_path):
     log.write_bytes(log.read_bytes().replace(b"Linux-6.8", b"Linux-6.9"))
     with pytest.raises(SystemExit, match="runs: times of different machines have no σ: kernel Linux-6.* and Linux-6"):
         plan.main(["2", runs, "--time"])
-    for wrong, said in ((["0"], "above 0"), (["1", "--time"], "tell σ"), (["1", str(tmp_path / "runs" / "0.txt")], "no σ")):
+    for wrong, said in ((["0"], "above 0"), (["1", "--time"], "tell σ"), (["1", str(tmp_path / "runs" / "0.txt")], "no σ"),
+                        (["1", "/none", "--sigma=1"], "name either"), (["1e-90", "--sigma=1e-95"], "1e-50 to 1e50")):  # fmt: skip
         with pytest.raises(SystemExit, match=said):
             plan.main(wrong)
     with pytest.raises(SystemExit):

@@ -187,6 +187,15 @@ def test_losses_of_other_validation_tokens_are_held_against_a_comparison(tmp_pat
     assert not any("validated" in caution for caution in cautions[2])
 
 
+def test_so_are_those_of_documents_cut_elsewhere(tmp_path):
+    sizes = {"a": (256, 2), "b": (512, 2), "c": (512, 4), "d": (512, 0), "e": ("x", 2)}
+    a, *others = (runs(tmp_path / name, TIMES, environment=ENVIRONMENT.replace("lr=0.5", f"val_batch_tokens={n}, micro_batches={m}"))
+                  for name, (n, m) in sizes.items())  # fmt: skip
+    told = [[x for x in row["cautions"] if "validated" in x] for row in verdict.compare([a, *others], 3.28)]
+    said = "b was validated in micro-batches of 256 tokens, a of 128: documents are cut in other places, from which alone losses"
+    assert told == [[], [f"{said} differ a little"], [], [], []]
+
+
 def test_runs_that_failed_are_in_the_verdict(tmp_path):
     write_runs(tmp_path / "new", [90_000, 90_500], LOSSES[:2], steps=50)
     for i in range(2):
