@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     if not 0 < args.nucleus <= 1:
         parser.error("--nucleus must be above 0 and at most 1")
     if not args.script.is_file():
-        parser.error(f"--script={args.script}: no such file")
+        parser.error(f"--script={args.script}: {'is no file' if args.script.exists() else 'no such file'}")
     if args.script.suffix != ".py" or not hasattr(trainer := load_script(args.script), "Hyperparameters"):
         parser.error(f"--script={args.script}: is no training script, such as train_gpt.py")
     try:

@@ -2,6 +2,7 @@
 # Prove everything. ./test.sh [pytest arguments]: run.sh's environment plus what records/ and the tests need, then all tests.
 #   SCRIPT=ideas/idea.py ./test.sh              the recipe's tests alone, of an idea
 set -euo pipefail
+[[ -d ${PWD-} ]] || { echo "test.sh: error: the current folder is gone or may not be searched: change into another" >&2; exit 1; }
 stands=$PWD
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else in the project

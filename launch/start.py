@@ -53,6 +53,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: GNU timeout's to its child, then to its group
 LEAST_FILES = 64  # that a process may have open: 40 were enough for one rank on a CPU
 RANK_THREADS = 8  # of a rank on a CPU, beside those that share its products: counted
+TRACER_THREADS = 32  # of a rank, with --trace_steps: tracer.py
 PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, launch/signals.py; more while one says that it saves
 # Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
 # the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13.
@@ -331,7 +332,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         check_cache("TRITON_CACHE_DIR")
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
-    check_threads(ranks, torch.get_num_threads())
+    check_threads(ranks, torch.get_num_threads(), bool(getattr(s, "trace_steps", "")))
     if hasattr(script, "SOURCES"):
         script.SOURCES.imported()  # that a log can hold them
         drop_stale_caches(getattr(script.SOURCES, "contents", ()))
@@ -523,10 +524,10 @@ def failure(command: list[str], **environment: str) -> str:
     return (said[-1] if said else f"exit code {done.returncode}") if done.returncode else ""
 
 
-def check_threads(ranks: int, cores: int) -> None:
+def check_threads(ranks: int, cores: int, traced: bool = False) -> None:
     """Raise LaunchError if this process may not have as many threads as ranks on a CPU will (ulimit -u, a container's limit of
     processes): without them they end in tracebacks, or wait for each other. Tried, as no limit says what is left of it."""
-    need, started, ended = RANK_THREADS * ranks + 2 * cores, [], threading.Event()
+    need, started, ended = (RANK_THREADS + TRACER_THREADS * traced) * ranks + 2 * cores, [], threading.Event()
     try:
         for _ in range(need):
             (thread := threading.Thread(target=ended.wait, daemon=True)).start()

@@ -219,6 +219,8 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
     if folder.exists() or not PLAIN_NAME.fullmatch(name):
         why = "exists" if folder.exists() else "must be letters, digits and . _ + -"
         raise InputError(f"{folder}: {why}; name another")
+    if wrong := [f"--{option} must be {what}" for option, (holds, what) in FIELDS.items() if not holds(metadata.get(option))]:
+        raise InputError("; ".join(wrong).replace("a list of names", "names"))
     records = read_records(root)
     group, own = gather(name, *logs), None
     if baseline and baseline not in records:

@@ -156,7 +156,7 @@ def run_to_its_end(command: list[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if received and code <= 0:
+    if received and (code <= 0 or code > 128):
         return 128 + received[0]
     return code if code >= 0 else 128 - code
 

@@ -66,6 +66,7 @@ FACTS = (
     ("platform", r"^(.+), \d+ ranks$"),
     ("ranks", r", (\d+) ranks$"),
     ("CPU", r"^cpu: (.+)"),
+    ("products", r"^products: (.+)"),
     ("variables", r"^variables: (.+)"),
 )
 

@@ -95,16 +95,20 @@ def differences(baseline: Group, group: Group, pairs: bool) -> dict:
 def paired_runs(a: Group, b: Group) -> tuple[Group, Group]:
     """The groups with the runs that have a partner, run i of each being a pair; the others set aside.
 
-    Partners have the same seed, where the logs tell seeds and no two of a group are the same, else the same file name. Raises
-    InputError if there are none.
+    Partners have the same seed, where the logs tell seeds and no two of a group are the same, else the same file name, with as
+    many folders before it as tell those of a group apart. Raises InputError if there are none.
     """
 
     def by_seed(group: Group) -> dict[str, RunLog]:
         return {run.settings["seed"]: run for run in group.runs if "seed" in run.settings}
 
+    def by_path(group: Group, count: int) -> dict[tuple[str, ...], RunLog]:
+        return {run.path.parts[-count:]: run for run in group.runs}
+
     found, what = [by_seed(group) for group in (a, b)], "seed"
     if any(len(runs) < len(group.runs) for runs, group in zip(found, (a, b), strict=True)):
-        found, what = [{run.path.name: run for run in group.runs} for group in (a, b)], "file name"
+        depth = next((n for n in range(1, 9) if all(len(by_path(group, n)) == len(group.runs) for group in (a, b))), 1)
+        found, what = [by_path(group, depth) for group in (a, b)], "file name"
     shared = [key for key in found[0] if key in found[1]]
     if not shared:
         raise InputError(f"{a.name} and {b.name}: no two runs have the same {what}, so there are no pairs: leave out --pairs")
@@ -145,6 +149,8 @@ def cautions(group: Group) -> list[str]:
     elif repeated:
         found.append(f"runs of {group.name} share seeds ({', '.join(f'{seeds[seed]} have {seed}' for seed in repeated)}): "
                      f"they are not independent")  # fmt: skip
+    if len(products := {run.facts.get("products") for run in group.runs} - {None}) > 1:
+        found.append(f"runs of {group.name} multiplied otherwise, as on CPUs of other kinds ({'; '.join(sorted(products))})")
     if resumed := [run for run in group.runs if resumed_at(run)]:
         found.append(f"{plural(len(resumed), 'run')} of {group.name} went on from a checkpoint: the first steps after it "
                      f"count in its time")  # fmt: skip

@@ -133,7 +133,7 @@ def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, 
             return path, check_course(path, read_checkpoint(path))
         except CheckpointError as error:
             (str if "BANKRUN_LAUNCHER" in os.environ else tell)(f"passed over {error}")  # the launcher's check has told
-    raise CheckpointError(f"{LATEST}: no usable checkpoint in {Path(log_dir, run_id or '*')}: name a file, or omit --resume")
+    raise CheckpointError(f"{LATEST}: no usable checkpoint in {Path(log_dir, run_id or '*')}: name a file, or begin anew")
 
 
 def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             file.write(b"probe")
     except OSError as error:  # a full disk names no file
-        raise OSError(f"{folder}: cannot be written: {reason(error)}: make room, or give another --log_dir") from error
+        raise OSError(f"{folder}: cannot be written: {reason(error)}: see to it, or give another --log_dir") from error
     files = max(1, min(saves, keep + 1 - len(checkpoints(folder))))  # each with its log: 1 MiB
     each = (x.nbytes * (ranks if name.startswith("partial.") else 1) for name, x in leaves(layout) if isinstance(x, Tensor))
     if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free):

@@ -187,6 +187,16 @@ def test_losses_of_other_validation_tokens_are_held_against_a_comparison(tmp_pat
     assert not any("validated" in caution for caution in cautions[2])
 
 
+def test_runs_that_multiplied_otherwise_are_held_against_their_mean(tmp_path):
+    lines = "products: bf16 operands by AMX, fp32 by X, on AVX512", "products: no bf16 units, fp32 by oneDNN, on AVX2", "cpu: one"
+    found = [runs(tmp_path / f"{i}", [80 + i], environment=ENVIRONMENT.replace("SCRIPT", f"{line}\nSCRIPT")).runs[0]
+             for i, line in enumerate(lines)]  # fmt: skip
+    for count, told in ((3, True), (1, False)):
+        cautions = verdict.cautions(groups.Group("a", found[:count]))
+        said = f"runs of a multiplied otherwise, as on CPUs of other kinds ({lines[0][10:]}; {lines[1][10:]})"
+        assert (said in cautions) == told, cautions
+
+
 def test_so_are_those_of_documents_cut_elsewhere(tmp_path):
     sizes = {"a": (256, 2), "b": (512, 2), "c": (512, 4), "d": (512, 0), "e": ("x", 2)}
     a, *others = (runs(tmp_path / name, TIMES, environment=ENVIRONMENT.replace("lr=0.5", f"val_batch_tokens={n}, micro_batches={m}"))
@@ -261,6 +271,9 @@ def test_pairs_are_of_one_seed_and_tested_as_such(tmp_path):
     for run in a.runs:
         run.settings["seed"] = "7"
     assert verdict.compare([a, b], 3.28, pairs=True)[1]["pairs"] == 4  # by file names then
+    for run in (*a.runs, *b.runs):
+        run.path = run.path.with_suffix("") / "log.txt"
+    assert verdict.compare([a, b], 3.28, pairs=True)[1]["pairs"] == 4  # a folder for each
     for run in a.runs:
         run.path = run.path.with_name(f"a{run.path.name}")
     with pytest.raises(groups.InputError, match="no two runs have the same file name"):

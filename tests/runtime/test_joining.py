@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import common
 import train_gpt
-from common import ROOT, SCRIPT, children, options, text_of, tiny_settings, torchrun, wait_until
+from common import ROOT, SCRIPT, children, lines_of, options, text_of, tiny_settings, torchrun, wait_until
 from data.shards import read_shard, write_shard
 from launch.console import AgreedError, RunError
 from runtime import ranks as runtime_ranks
@@ -204,6 +204,23 @@ def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
     printed = text_of(tmp_path / "output")
     assert re.search(rf"nodes.py: error: rank 1: no shard matches {lonely}/\*_train_\*.bin", printed), printed
     assert printed.count("no shard matches") == 1 and not list((tmp_path / "logs").glob("*"))
+
+
+def test_an_idea_may_call_main_twice(shards, tmp_path, monkeypatch):
+    """For two seeds, say: the second group met the first one's keys in the store, and waited five minutes."""
+    twice = "for seed in (0, 1):\n        main([*sys.argv[1:], f'--seed={seed}', f'--run_id=seed{seed}'])"
+    source, end = SCRIPT.read_text(), 'if __name__ == "__main__":\n    main()'
+    assert source.count(end) == 1
+    (tmp_path / "twice.py").write_text(source.replace(end, end.replace("main()", twice)))
+    (tmp_path / "alone.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}")
+    monkeypatch.chdir(ROOT)  # where a script's data are looked for
+    for script, more in (("twice", {}), ("alone", dict(seed=1, run_id="alone"))):
+        with open(tmp_path / "output", "w") as output:
+            ranks = torchrun(options(shards, tmp_path, **more), script=tmp_path / f"{script}.py", stdout=output, stderr=output)
+        assert ranks.wait() == 0, text_of(tmp_path / "output")
+    losses = [re.findall(r"val_loss:\S+", lines_of(tmp_path / "logs" / f"{name}.txt")) for name in ("seed0", "seed1", "alone")]
+    assert losses[0] != losses[1] == losses[2] and len(losses[2]) == 3
 
 
 NODES = {  # what differs on the second node; what all ranks say
