@@ -134,7 +134,9 @@ def main(argv: list[str] | None = None) -> None:
         print(tool.clean(path, one_line=True))
     if others := strangers(options.folder, paths):
         print(f"not of this log, but there, and the script may import them: {tool.clean(', '.join(others), one_line=True)}")
-    if resumed_with_changes(read_log(options.log)):
+    for problem in (log := read_log(options.log)).problems:
+        print(f"note: {tool.clean(problem, one_line=True)}")
+    if resumed_with_changes(log):
         print("the run began with these sources; it was resumed with others: the log's header has the diff")
     print(f"run it: {shlex.join(['./run.sh', str(paths[0])])}")
 

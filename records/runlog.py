@@ -10,6 +10,7 @@ import ast
 import re
 import sys
 import warnings
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -170,6 +171,8 @@ def parse_log(data: bytes, path: Path = Path("log")) -> RunLog:
     if text.count(b"\n") == text.count(b"\r\n") > 0:  # no run writes such step lines
         text = text.replace(b"\r\n", b"\n")
         log.problems.append("every line ends as Windows ends it: read, and its sources given back, with line breaks alone")
+    if text.startswith(BOM_UTF8):
+        log.problems.append("begins with a byte order mark, an editor's or its script's own: given back with its script")
     if not text.strip():
         log.fault = "binary" if nul else "empty"
         return log

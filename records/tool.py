@@ -76,7 +76,8 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
     """
     own = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]  # what follows is the trainer's, as of race.py
     if empty := [text for text in own if not text or re.fullmatch(r"--[\w-]+=", text)]:
-        print(f"{Path(sys.argv[0]).name}: error: {clean(empty[0]) or 'an argument'} is empty: is a shell variable not set?", file=sys.stderr)
+        what = f"{clean(empty[0]) or 'an argument'} is empty: is a shell variable not set?"
+        print(f"{Path(sys.argv[0]).name}: error: {what}", file=sys.stderr)
         raise SystemExit(2)
     if packages:
         go_on_with_packages()

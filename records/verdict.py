@@ -170,8 +170,8 @@ def cautions_of_both(a: Group, b: Group, pairs: bool, why_not: str) -> list[str]
         found.append(f"{b.name} was validated on {after} tokens, {a.name} on {before}: losses do not compare")
     before, after = (validation_micro_batch(group.runs[0]) for group in (a, b))
     if before != after and None not in (before, after):
-        found.append(f"{b.name} was validated in micro-batches of {after} tokens, {a.name} of {before}: documents are cut in other "
-                     f"places, from which alone losses differ a little")  # fmt: skip
+        found.append(f"{b.name} was validated in micro-batches of {after} tokens, {a.name} of {before}: documents are cut in "
+                     f"other places, from which alone losses differ a little")  # fmt: skip
     n_a, n_b = len(a.runs), len(b.runs)
     if min(n_a, n_b) > 1 and not pairs and (error := t_tests.true_error(n_a, n_b)) > t_tests.UNSAFE * P:
         found.append(f"{n_a} runs against {n_b}: of equal means Welch's test would say p < {P:g} in up to {error:.1%} of "

@@ -211,6 +211,16 @@ def test_times_that_start_again_after_ten_steps_are_the_oldest_public_runs():
     assert "step 11" in parse_log(make_log(lines=lines.replace("/100", "/16").replace("step:100", "step:16"))).fault
 
 
+@pytest.mark.parametrize("edit, said", [
+    (lambda log: b"\xef\xbb\xbf" + log, "begins with a byte order mark, an editor's or its script's own: given back with its script"),
+    (lambda log: log.replace(b"\n", b"\r\n"), "every line ends as Windows ends it: read, and its sources given back, with line breaks"),
+], ids=["BOM", "CRLF"])  # fmt: skip
+def test_what_an_editor_did_to_the_sources_of_a_log_is_told(tmp_path, capsys, edit, said):
+    (tmp_path / "log.txt").write_bytes(edit(make_log()))
+    extract.main([f"{tmp_path / 'log.txt'}", f"{tmp_path / 'x'}"])
+    assert f"\nnote: {said}" in capsys.readouterr().out
+
+
 def test_a_log_with_windows_line_ends_keeps_its_facts():
     log = parse_log(make_log().replace(b"\n", b"\r\n"))
     unix = parse_log(make_log())
