@@ -116,6 +116,17 @@ def test_runs_that_do_not_count_are_named_and_no_record_is_made_without_a_word_o
     history.main(["--check"], root)
 
 
+def test_what_a_killed_process_left_goes_and_a_wrong_option_is_named(tmp_path, root):
+    runs = write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28])
+    (root / ".record-abcd1234").mkdir()
+    (root / ".record-of mine").mkdir()
+    for option, said in (("--date=soon", "--date must be a text such as 2026"), ("--target=-1", "--target must be a number above 0")):
+        with pytest.raises(SystemExit, match=f"history.py: error: {said}"):
+            add(root, "1_A", runs, option)
+    add(root, "1_A", runs)
+    assert sorted(path.name for path in root.iterdir()) == [".record-of mine", "1_A", "README.md"]
+
+
 def test_times_of_different_machines_have_no_mean(tmp_path, root):
     for i, name in enumerate("ab"):
         environment = ENVIRONMENT.replace("attention", f"cpu: {name}, 8 cores, 1 threads a rank\nattention")
