@@ -1,5 +1,6 @@
 """What this machine, its software and its environment are."""
 
+import dataclasses
 import os
 import platform
 import random
@@ -8,6 +9,7 @@ import resource
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -22,6 +24,12 @@ VARIABLES = re.compile(
     r"|PYTHON(HASHSEED|MALLOC|DEVMODE|TRACEMALLOC|OPTIMIZE|_GIL|_JIT)|(MALLOC|GLIBC)_\w+|LD_PRELOAD"
 )
 OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def settings_text(settings: Any) -> str:
+    """A dataclass as Python would show it, which log's readers go by, whatever an idea's own class says."""
+    fields = (f"{field.name}={getattr(settings, field.name)!r}" for field in dataclasses.fields(settings))
+    return f"{type(settings).__name__}({', '.join(fields)})"
 
 
 def machine_facts(device: torch.device, world_size: int) -> list[str]:

@@ -71,6 +71,8 @@ class Sources:
             name = self._name(path)
             if not name.isprintable() or "\\" in name or len(name) > 200:  # extract.py's rules
                 raise ValueError(f"{name!a:.210}: a name of over 200 characters, or with \\ or control characters: rename it")
+            if name != name.strip() or ".py " in name:  # as the line that ends a log's environment would be read otherwise
+                raise ValueError(f"{name!a}: a name with a blank at its begin, at its end or behind a .py: rename it")
         return {name: self._text(path) for name, path in named.items()}
 
     def of_run(self) -> dict[str, str]:

@@ -391,8 +391,6 @@ def check_plain(settings: type, presets: dict[str, dict]) -> None:
         if odd := [kind for kind in (kinds[field.name], *map(type, values)) if kind not in PLAIN]:
             name = getattr(odd[0], "__qualname__", odd[0])
             raise LaunchError(f"the setting {field.name} is or holds a {name}: must be a plain bool, int, float or str", 1)
-        if not field.repr:
-            raise LaunchError(f"the setting {field.name} has repr=False: no log would hold its value", 1)
         kind = kinds[field.name]
         if odd := [value for value in values if type(value) is not kind]:
             fault = f"the setting {field.name} is of type {kind.__name__}, and {odd[0]!r} is none"

@@ -53,7 +53,7 @@ def is_names(value: object) -> bool:
 
 
 def is_line(value: object) -> bool:
-    return isinstance(value, str) and bool(LINE.fullmatch(value))
+    return isinstance(value, str) and bool(LINE.fullmatch(value)) and not re.search("[\ud800-\udfff]", value)  # LC_ALL=C's
 
 
 def is_date(value: object) -> bool:
@@ -95,7 +95,7 @@ def read_record(folder: Path) -> Record:
     """The record in a folder. Raises InputError, naming the file, for metadata or logs that do not make one."""
     path = folder / "record.toml"
     try:
-        metadata = tomllib.loads(path.read_text(encoding="utf-8"))
+        metadata = tomllib.loads(read(path))
         known = FIELDS | ({"baseline": (is_line, "a record's name")} if "baseline" in metadata else {})
         wrong = [f"{name} must be {what}" for name, (holds, what) in known.items() if not holds(metadata.get(name))]
         if unknown := sorted(set(metadata) - set(known)):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
-from launch.machine import check_buffers, checksum, checksums, machine_facts, peak_memory
+from launch.machine import check_buffers, checksum, checksums, machine_facts, peak_memory, settings_text
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused
 from runtime import checkpoints
@@ -77,7 +77,7 @@ class Run:
         room = checkpoints.check_room, self.folder, self.layout, ranks.world_size, s.keep_checkpoints
         ranks.on_all(*(*room, len(self.saved_steps)) if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
-        facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {s}"]
+        facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {settings_text(s)}"]
         header = checkpoints.resumption_note(path, saved, self.logged, facts) if s.resume else log_header(self.logged, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))

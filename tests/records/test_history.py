@@ -120,7 +120,9 @@ def test_what_a_killed_process_left_goes_and_a_wrong_option_is_named(tmp_path, r
     runs = write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28])
     (root / ".record-abcd1234").mkdir()
     (root / ".record-of mine").mkdir()
-    for option, said in (("--date=soon", "--date must be a text such as 2026"), ("--target=-1", "--target must be a number above 0")):
+    wrong = {"--track=\udcc3": "a line of text", "--date=soon": "a text such as 2026-01-31", "--target=-1": "a number above 0"}
+    for option, meant in wrong.items():
+        said = f"{option.partition('=')[0]} must be {meant}"
         with pytest.raises(SystemExit, match=f"history.py: error: {said}"):
             add(root, "1_A", runs, option)
     add(root, "1_A", runs)
@@ -215,6 +217,13 @@ def test_a_page_that_an_editor_saved_with_a_mark_of_utf_8_is_one(tmp_path, root)
     readme = root / "1_A" / "README.md"
     readme.write_bytes(b"\xef\xbb\xbf" + readme.read_bytes())
     history.main([], root)
+    history.main(["--check"], root)
+
+
+def test_so_is_such_metadata(tmp_path, root):
+    add(root, "1_A", write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28]))
+    toml = root / "1_A" / "record.toml"
+    toml.write_bytes(b"\xef\xbb\xbf" + toml.read_bytes())
     history.main(["--check"], root)
 
 

@@ -1,12 +1,14 @@
 """What a log tells of the machine: variables that change what is computed, and no path."""
 
+import dataclasses
 import os
 import platform
 import re
 
 import torch
 
-from launch.machine import VARIABLES, machine_facts
+import train_gpt
+from launch.machine import VARIABLES, machine_facts, settings_text
 
 
 def test_variables_that_change_what_is_computed_are_told(monkeypatch):
@@ -47,3 +49,15 @@ def test_without_them_there_is_no_such_line(monkeypatch):
     for name in filter(VARIABLES.fullmatch, [*os.environ]):
         monkeypatch.delenv(name)
     assert not any(line.startswith("variables: ") for line in machine_facts(torch.device("cpu"), 1))
+
+
+def test_settings_are_told_whatever_their_class_says_of_itself() -> None:
+    """An idea's @dataclass(repr=False), or one made in a function: compare.py found no settings, and so no differences."""
+
+    @dataclasses.dataclass(repr=False)
+    class Settings(train_gpt.Hyperparameters):
+        warmth: float = dataclasses.field(default=0.5, repr=False)
+
+    usual = train_gpt.Hyperparameters(seed=3)
+    assert settings_text(usual) == repr(usual)
+    assert settings_text(Settings(seed=3)) == f"Settings({repr(usual).partition('(')[2][:-1]}, warmth=0.5)"
