@@ -12,6 +12,7 @@ from kinds import differing, kind
 from runlog import RunLog, at_step, machines, read_log
 from tool import clean
 
+BASELINE = "baseline"  # the folder of a record's own baseline, and its name in the table
 NAMED = 3  # logs in a list, before "and … more"
 
 
@@ -44,10 +45,13 @@ class InputError(Exception):
 
 
 def find_logs(argument: str) -> list[Path]:
-    """The logs that an argument names, sorted. Raises InputError if there is none."""
+    """The logs that an argument names, sorted; of a record's folder those of the record, not of what it is compared with.
+    Raises InputError if there is none."""
     path = Path(argument)
     if path.is_dir():
         found = sorted(x for x in files_below(path) if x.suffix in (".txt", ".log") and x.name != "requirements.txt")
+        if (path / "record.toml").exists():
+            found = [x for x in found if x.relative_to(path).parts[0] != BASELINE]
         if not found:
             raise InputError(f"{argument}: no *.txt or *.log in this folder")
         return found

@@ -36,14 +36,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leave
 
 import compare
 import tool
-from groups import Group, InputError, choose, figures, find_logs, folded, gather, on_several_machines, plural
+from groups import BASELINE, Group, InputError, choose, figures, find_logs, folded, gather, on_several_machines, plural
 from runlog import read_log
 from tool import clean, markdown
 
 RECORDS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- history: written by history.py -->", "<!-- history ends -->"
 PAGE_BEGIN, PAGE_END = "<!-- record: written by history.py -->", "<!-- record ends -->"
-BASELINE = "baseline"  # the folder of a record's own baseline, and its name in the table
 PLAIN_NAME = re.compile(r"\w[\w.+-]{0,99}", re.ASCII)
 LINE = re.compile(r"[^\n]*\S[^\n]*")
 
@@ -106,11 +105,10 @@ def read_record(folder: Path) -> Record:
             raise ValueError("; ".join(wrong))
     except (ValueError, OSError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from None
-    logs = [read_log(path) for path in find_logs(str(folder))]
-    for log in logs:
+    logs, own = ([read_log(path) for path in find_logs(str(x))] if x.is_dir() else [] for x in (folder, folder / BASELINE))
+    for log in logs + own:
         log.path = log.path.relative_to(folder)
-    own = [log for log in logs if log.path.parts[0] == BASELINE]
-    group = choose(folder.name, str(folder), [log for log in logs if log.path.parts[0] != BASELINE], False)
+    group = choose(folder.name, str(folder), logs, False)
     baseline = choose(BASELINE, str(folder / BASELINE), own, False) if own else None
     return Record(folder=folder, group=group, own_baseline=baseline, **metadata)
 

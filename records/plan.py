@@ -87,6 +87,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"plan.py: error: {error}") from None
     except ModuleNotFoundError as error:
         raise SystemExit(f"plan.py: error: {error}. Try: pip install -r records/requirements.txt") from None
+    if options.sigma == SIGMA and not between:
+        print("σ is that of the public speedrun's records; of other runs, as the demo's, name their logs.")
     print("\n".join(filter(None, plan(options.difference, options.sigma, " s" if options.time else "", between))))
 
 

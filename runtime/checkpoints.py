@@ -133,7 +133,7 @@ def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, 
             return path, check_course(path, read_checkpoint(path))
         except CheckpointError as error:
             (str if "BANKRUN_LAUNCHER" in os.environ else tell)(f"passed over {error}")  # the launcher's check has told
-    raise CheckpointError(f"{LATEST}: no usable checkpoint in {Path(log_dir, run_id or '*')}: name a file, or begin anew")
+    raise CheckpointError(f"{LATEST}: no usable checkpoint in {Path(log_dir, run_id or '*')}: --save_every writes them")
 
 
 def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:

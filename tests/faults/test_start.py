@@ -84,7 +84,7 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "unknown encoding": ("--encoding=klingon", {}, "no encoding is called 'klingon'; there are: bytes, ", 1),
     "no such model": ("--num_heads=3", {}, "num_heads=3: must be even", 1),
     "no checkpoint": ("--resume=/nowhere.pt", {}, "/nowhere.pt: cannot be read: No such file", 1),
-    "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: name a file, or begin anew", 1),
+    "none at all": ("--resume=latest", {}, "latest: no usable checkpoint in .*: --save_every writes them", 1),
     "escape sequences": ("--resume=x\x1b[2J", {}, r"x\\x1b\[2J: cannot be read: No such file", 1),
     "no folder for the log": ("--log_dir=/dev/null", {}, "/dev/null", 1),
     "an empty checkpoint": ("--resume=", {}, r"argument --resume: is empty: leave the option out, or give a value \(check", 2),

@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib", reason="pip install -r records/requirements.tx
 
 from made_logs import ENVIRONMENT, make_log, records_folder, step_lines, write_runs
 
+import groups
 import history
 
 
@@ -174,6 +175,8 @@ def test_a_baseline_of_logs_is_kept_and_compared_with(tmp_path, root):
     assert "baseline" not in (root / "2_B" / "record.toml").read_text()
     assert "| [2](2_B/README.md) | 80.500 s |" in (root / "README.md").read_text()
     assert "3_C: times not comparable: different machines" in (root / "3_C" / "README.md").read_text()
+    assert [log.name for log in groups.find_logs(str(root / "2_B"))] == ["0.txt", "1.txt"]  # the record's alone
+    assert len(groups.find_logs(str(kept))) == 2
     history.main(["--check"], root)
     (kept / "0.txt").write_bytes(make_log(lines=step_lines(3, total=8)))
     with pytest.raises(SystemExit, match="out of date: .*2_B"):

@@ -142,7 +142,8 @@ def test_the_plan(capsys, tmp_path):
     t_limit = [scipy_stats.nct(k - 1, 0.001 / 0.0014 * math.sqrt(k)).sf(scipy_stats.t.ppf(0.99, k - 1)) for k in (n - 1, n)]
     assert t_limit[0] < t_tests.POWER <= t_limit[1]
     plan.main(["0.001"])
-    assert "0.001 between two means: 48 runs of each\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "0.001 between two means: 48 runs of each\n" in out and out.startswith("σ is that of the public speedrun's records; ")
     for count in (3, 10, 20):
         shown = plan.smallest_shown(count, 0.0014)
         rate, error = power_of(simulated_p(np.random.default_rng(0), count, count, shift=shown / 0.0014))

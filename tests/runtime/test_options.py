@@ -67,7 +67,7 @@ OPTIONS = [  # arguments, message, exit code
     ("--run_id=../x", "--run_id=../x: must be a file's name, alone", 1),
     ("--resume=/nowhere.pt", "/nowhere.pt: cannot be read: No such file", 1),
     ("--resume=/", "/: cannot be read: Is a directory", 1),
-    ("--resume=latest", "latest: no usable checkpoint in .*/logs/run: name a file, or begin anew", 1),
+    ("--resume=latest", "latest: no usable checkpoint in .*/logs/run: --save_every writes them", 1),
 ]  # fmt: skip
 
 
