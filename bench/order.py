@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import order_pictures, order_validation, schedule_costs, traces
 from bench.communication import markdown, model_parameters, rows_of
 from bench.schedule_model import (
-    Interference, ModelError, Operation, Orders, Span, Task, critical_path, exposures, operations_of, reason, simulate,
+    ModelError, Operation, Orders, Span, Task, critical_path, exposures, from_file, interference_of, operations_of, reason, simulate,
     step_seconds, window,
 )  # fmt: skip
 from bench.schedule_search import WORTH, Found, Problem, Together, descend, search
@@ -146,9 +146,10 @@ def show_step(args: argparse.Namespace) -> None:
     "communication_slowdown" and "channels"."""
     try:
         found = json.loads(read_regular(args.step))
-        operations = [Operation(**{**row, "after": tuple(row.get("after", ()))}) for row in found["operations"]]
-        slowdown = Interference(*(float(found.get(f"{lane}_slowdown", 0)) for lane in ("compute", "communication")))
-        channels = int(found.get("channels", 1))
+        operations = [from_file(Operation, {**row, "after": tuple(row.get("after", ()))}) for row in found["operations"]]
+        slowdown, channels = interference_of(found), found.get("channels", 1)
+        if type(channels) is not int or channels < 1:
+            raise ValueError(f"channels is {channels!r:.60}")
     except OSError as error:
         raise ModelError(f"{args.step}: {error.strerror}: give a file with operations") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -320,9 +321,11 @@ def search_file(path: Path) -> None:
     "work", if any; "compute_slowdown", "communication_slowdown"."""
     try:
         found = json.loads(read_regular(path))
-        tasks = {label: Task(**row) for label, row in found["tasks"].items()}
+        tasks = {label: from_file(Task, row) for label, row in found["tasks"].items()}
+        if not tasks or not all(0 <= number < 1e18 for task in tasks.values() for number in task):
+            raise ValueError("one at least, and numbers of 0 or more")
         start = Orders(*(tuple(found.get(order, tasks)) for order in ("scatter", "work")))
-        slowdown = Interference(*(float(found.get(f"{lane}_slowdown", 0)) for lane in ("compute", "communication")))
+        slowdown = interference_of(found)
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}: give a file with tasks") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -8,7 +8,7 @@ busy, each is slowed by its own factor, as collectives take processors and memor
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COMMUNICATION, COMPUTE = "communication", "compute"
 EPSILON = 1e-12  # seconds: two times that differ by less are the same
@@ -28,6 +28,18 @@ class Operation(NamedTuple):
     bytes: float = 0.0  # that a rank sends
 
 
+def from_file(kind: type, row: Mapping) -> Any:
+    """A named tuple of what a file says. Raises TypeError or ValueError, naming the field, for what is not of its type."""
+    made = kind(**row)
+    for name, value in zip(made._fields, made):
+        wanted = kind.__annotations__[name]
+        texts = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+        number = type(value) is int or wanted is float and type(value) is float
+        if not (isinstance(value, str) if wanted is str else number if wanted in (int, float) else texts):
+            raise ValueError(f"{name} is {value!r:.60}")
+    return made
+
+
 class Span(NamedTuple):
     """When an operation ran, in seconds."""
 
@@ -40,6 +52,14 @@ class Interference(NamedTuple):
 
     compute: float = 0.0
     communication: float = 0.0
+
+
+def interference_of(found: Mapping) -> Interference:
+    """That of a file, 0 where it tells none. Raises ValueError."""
+    slowdowns = [float(found.get(f"{lane}_slowdown", 0)) for lane in (COMPUTE, COMMUNICATION)]
+    if not all(0 <= slowdown < 1e6 for slowdown in slowdowns):
+        raise ValueError(f"slowdowns are {slowdowns}, must be 0 or more")
+    return Interference(*slowdowns)
 
 
 class Task(NamedTuple):
@@ -161,7 +181,7 @@ def check(operations: list[Operation], lanes: Mapping[str, list[Operation]]) -> 
     if len(names) < len(operations):
         twice = sorted({op.name for op in operations if sum(other.name == op.name for other in operations) > 1})
         raise ModelError(f"operations with the same name: {', '.join(twice)}: a name must stand once")
-    for op in operations:
+    for op in (op._replace(name=ascii(op.name)[1:-1]) for op in operations):
         if op.lane not in lanes:
             raise ModelError(f"operation {op.name}: no lane {op.lane!r}: use {' or '.join(lanes)}")
         if missing := [name for name in op.after if name not in names]:

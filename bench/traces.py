@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.communication import sent
-from bench.schedule_model import ModelError, Operation, Orders, Span, Task, operations_of
+from bench.schedule_model import ModelError, Operation, Orders, Span, Task, from_file, operations_of
 from data.shards import read_regular
 
 FORMAT = "bankrun trace 1"
@@ -67,6 +67,9 @@ def read_trace(path: Path) -> list[TracedStep]:
         if found["format"] != FORMAT:
             raise KeyError
         ranks = [[Row(*row) for row in rank["rows"]] for rank in found["ranks"]]
+        for row in (row for rows in ranks for row in rows):
+            if not 0 <= from_file(Row, row._asdict()).bytes or not row.start <= row.end:
+                raise ValueError
         clocks, channels = [rank["clock"] for rank in found["ranks"]], CHANNELS[found["device"]]
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}: give the file that a run with --trace_steps=A:B wrote") from None

@@ -276,10 +276,12 @@ def holds_run(log: Path) -> bool:
 
 
 def python_files(root: Path) -> list[Path]:
-    """All *.py below root, but for hidden folders, environments (venv's and conda's) and installed packages."""
+    """All *.py below root, but for hidden folders, environments (venv's and conda's), installed packages, and what lies in
+    folders of data/, as a text to train on may."""
     found = []
     for folder, folders, files in os.walk(root):
         environment = {"pyvenv.cfg", "conda-meta"} & {*files, *folders}
-        folders[:] = [x for x in folders if not (environment or x.startswith(".") or INSTALLED.fullmatch(f"/{x}/"))]
+        left = environment or Path(folder) == Path(root, "data")
+        folders[:] = [x for x in folders if not (left or x.startswith(".") or INSTALLED.fullmatch(f"/{x}/"))]
         found += [Path(folder, name) for name in files if name.endswith(".py")]
     return found

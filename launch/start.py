@@ -630,7 +630,8 @@ class Ranks:
                 deadline = min(deadline, self.awake + PATIENCE) if told == 1 else self.awake + 2
                 if told == 1:
                     at_once = "ends all ranks at once"  # SIGQUIT, which they do not handle
-                    how = at_once if number == signal.SIGQUIT else f"a step that has begun is finished; a second one {at_once}"
+                    soft = f"a step that has begun is finished, a start ends now; a second one {at_once}"
+                    how = at_once if number == signal.SIGQUIT else soft
                     tell(self.name, f"{signal.Signals(number).name}: {how}")
             elif told > 1:  # again: a rank that has just heard the first one takes this for the same
                 self._send(self.received[-1])

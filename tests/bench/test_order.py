@@ -232,15 +232,21 @@ def test_a_late_rank_decides_when_a_collective_begins(tmp_path: Path) -> None:
     assert step.rank == 0 and step.skew == 1 and step.spans["a reduce"] == Span(1, 5)
 
 
-@pytest.mark.parametrize("broken", ["no step's row", "a time in words", "a step alone", "labels that are none"])
+@pytest.mark.parametrize(
+    "broken", ["no step's row", "a time in words", "a step alone", "labels that are none", "a step in words", "an end before"]
+)
 def test_a_trace_that_is_not_whole_is_named(tmp_path: Path, broken: str) -> None:
     rows = made_rows()
     if broken == "a time in words":
         rows[0][3] = "soon"
+    if broken == "a step in words":
+        rows[0][0] = f"{rows[0][0]}"
+    if broken == "an end before":
+        rows[0][4] = rows[0][3] - 1
     if broken == "labels that are none":
         rows[0][1] = None
     rows = {"no step's row": rows[:-1], "a step alone": rows[-1:]}.get(broken, rows)
-    with pytest.raises(ModelError, match="made.trace.json is no whole trace: give the file that a run with --trace_steps=A:B"):
+    with pytest.raises(ModelError, match="made.trace.json is no (whole )?trace: give the file that a run with --trace_steps=A:B"):
         traces.read_trace(written(tmp_path, rows))
 
 
@@ -276,6 +282,31 @@ def test_bad_input_ends_with_one_line(arguments: list[str], message: str, tmp_pa
     with pytest.raises(SystemExit) as exit_:
         order.main([argument.format(file=tmp_path / "file") for argument in arguments])
     assert re.search(message, str(exit_.value)) and "\n" not in str(exit_.value)
+
+
+A = {"name": "a", "lane": "compute", "seconds": 1}
+NONSENSE = {  # in a file: the command, and what is told
+    "seconds in words": ({"operations": [{**A, "seconds": "1"}]}, "simulate", "is no step: .*seconds is '1'"),
+    "a list for a name": ({"operations": [{**A, "name": ["a"]}]}, "simulate", r"is no step: .*name is \['a'\]"),
+    "bytes in words": ({"operations": [{**A, "bytes": "x"}]}, "simulate", "is no step: .*bytes is 'x'"),
+    "a negative slowdown": ({"operations": [A], "compute_slowdown": -1}, "simulate", r"slowdowns are \[-1.0, 0.0\], must be 0 or more"),
+    "an endless slowdown": ({"operations": [A], "communication_slowdown": 1e999}, "simulate", "slowdowns are"),
+    "a part of a channel": ({"operations": [A], "channels": 2.7}, "simulate", "channels is 2.7"),
+    "an escape": ({"operations": [{**A, "name": "\x1b", "seconds": -1}]}, "simulate", r"operation \\x1b takes -1 seconds"),
+    "no task": ({"tasks": {}}, "search --tasks", "one at least, and numbers of 0 or more"),
+    "a task in words": ({"tasks": {"a": {"reduce": 1, "update": "1"}}}, "search --tasks", "update is '1'"),
+    "a negative task": ({"tasks": {"a": {"reduce": 1, "update": -1}}}, "search --tasks", "numbers of 0 or more"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_nonsense_in_a_file_is_named(case: str, tmp_path: Path) -> None:
+    found, command, message = NONSENSE[case]
+    (tmp_path / "file").write_text(json.dumps(found))
+    arguments = ["search", f"--tasks={tmp_path / 'file'}"] if "--tasks" in command else [command, f"{tmp_path / 'file'}"]
+    with pytest.raises(SystemExit) as exit_:
+        order.main(arguments)
+    assert re.search(message, str(exit_.value)) and "\n" not in str(exit_.value) and "\x1b" not in str(exit_.value)
 
 
 @pytest.mark.parametrize(

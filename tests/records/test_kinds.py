@@ -196,6 +196,9 @@ def test_settings_of_a_runs_own_make_no_other_kind():
     c, d = (parse_log(make_log(environment=ENVIRONMENT.replace("seed=0", f"seed=0, trace_steps='{x}'"))) for x in ("", "2:5"))
     assert kind(c) == kind(parse_log(make_log()))  # as one from before there was this setting
     assert "trace_steps" in differing(kind(c), kind(d))  # a tracer works while the clock runs
+    line = ENVIRONMENT.splitlines()[-1].replace("seed=0", "seed=0, trace_steps='2:5'")
+    e = parse_log(make_log(environment=f"{ENVIRONMENT}\nresumed at step 2 from a.pt, with the same source\n{line}"))
+    assert e.recipe_settings == d.recipe_settings != c.recipe_settings
 
 
 # -----------------------------------------------------------------------------

@@ -434,7 +434,7 @@ def test_installed_packages_and_generated_code_are_no_sources(tree, tmp_path, mo
 def test_hidden_folders_and_environments_are_not_read(tree):
     root = tree[0]
     for name in (".git/hook.py", "ideas/.cache/x.py", "env/pyvenv.cfg", "env/lib/y.py", "conda/conda-meta/z", "conda/lib/y.py",
-                 "vendor/site-packages/torch/z.py"):  # fmt: skip
+                 "vendor/site-packages/torch/z.py", "data/text/x.py"):  # fmt: skip
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("")
     found = {path.relative_to(root).as_posix() for path in python_files(root)}
