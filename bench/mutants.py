@@ -665,7 +665,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("the loss of averaged weights is the run's", "records/runlog::test_another_figure_is_not_the_validation_loss",
          r'LOOSE_LOSS = re.compile(rb"\b', 'LOOSE_LOSS = re.compile(rb"'),
         ("a traced run is of one kind with others", "records/kinds::test_settings_of_a_runs_own_make_no_other_kind",
-         'kept["trace_steps"] = self.settings["trace_steps"]', "pass"),
+         'kept["trace_steps"] = traced[1]', "pass"),
         ("a run that ends early is complete", "records/runlog",
          "if validated == last and log.total in (None, last):", "if validated == last:"),
         ("a crash is a result", "records/runlog",
