@@ -153,8 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (ValueError, OSError) as error:
-        own = ", or an idea that is here still by --script=ideas/idea.py" if "another recipe's" in f"{error}" else ""
-        print(printable(f"sample.py: error: {error}{own}"), file=sys.stderr)
+        print(printable(f"sample.py: error: {error}"), file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -27,7 +27,7 @@ from bench.schedule_model import (
 from bench.schedule_search import WORTH, Found, Problem, Together, descend, search
 from bench.settings import trainer_settings
 from data.shards import number_between, read_regular
-from launch.console import ended_by_signals, until_reader_leaves, user_path
+from launch.console import ended_by_signals, printable, until_reader_leaves, user_path
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
 
 SHOWN = 0.01  # of a step: shorter exposures are summed up
@@ -410,7 +410,7 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 {"show": show, "simulate": show_step, "validate": validate}[args.command](args)
     except (ModelError, OSError) as error:
-        raise SystemExit(f"order.py: error: {error}") from None
+        raise SystemExit(printable(f"order.py: error: {error}")) from None
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ def read_trace(path: Path) -> list[TracedStep]:
         found = json.loads(read_regular(path))
         if found["format"] != FORMAT:
             raise KeyError
-        ranks = [[Row(*row) for row in rank["rows"]] for rank in found["ranks"]]
-        for row in (row for rows in ranks for row in rows):
-            if not 0 <= from_file(Row, row._asdict()).bytes or not row.start <= row.end:
-                raise ValueError
+        fields = lambda row: dict(zip(Row._fields, row, strict=True))
+        ranks = [[from_file(Row, fields(row)) for row in rank["rows"]] for rank in found["ranks"]]
+        if not all(row.start <= row.end and row.bytes >= 0 for rows in ranks for row in rows):
+            raise ValueError
         clocks, channels = [rank["clock"] for rank in found["ranks"]], CHANNELS[found["device"]]
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}: give the file that a run with --trace_steps=A:B wrote") from None

@@ -13,21 +13,16 @@ author's, and stays.
 """
 
 import argparse
-import contextlib
 import datetime
-import fcntl
 import io
 import json
 import math
-import os
 import re
 import shlex
 import shutil
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -218,7 +213,7 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
         why = "exists" if folder.exists() else "must be letters, digits and . _ + -"
         raise InputError(f"{folder}: {why}; name another")
     if wrong := [f"--{option} must be {what}" for option, (holds, what) in FIELDS.items() if not holds(metadata.get(option))]:
-        raise InputError("; ".join(wrong).replace("a list of names", "names"))
+        raise InputError("; ".join(wrong))
     records = read_records(root)
     group, own = gather(name, *logs), None
     if baseline and baseline not in records:
@@ -288,18 +283,6 @@ def read_records(root: Path) -> dict[str, Record]:
     return {path.parent.name: read_record(path.parent) for path in sorted(root.glob("*/record.toml"))}
 
 
-@contextmanager
-def alone(root: Path) -> Iterator[None]:
-    """Two at once would each write a table without the other's record: the second waits."""
-    folder = os.open(root, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a network file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
-
-
 def update(options: argparse.Namespace, root: Path) -> None:
     """Do what the command line asks for. Raises InputError."""
     if options.picture:
@@ -344,7 +327,7 @@ def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
     if bool(options.add) != bool(options.logs) or options.add and not (options.description and options.contributors):
         parser.error("--add takes NAME, logs, --description and --contributors; without it there are no logs to name")
     try:
-        with alone(root):
+        with tool.alone(root):  # two at once would each write a table without the other's record
             update(options, root)
     except BrokenPipeError:  # for tool.run
         raise

@@ -46,7 +46,6 @@ ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|I
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
 SETTINGS_LINE = re.compile(r"^(\S.{0,4095}?\.py) (\w+\(.*\))$", re.MULTILINE)  # script, settings
-TRACED = re.compile(r"^\S.{0,4095}?\.py \w+\(.*\btrace_steps=('[^'\n]+')", re.MULTILINE)
 BANNER = re.compile(rb"\n-{40}\r?\n# *([^\n]{1,4096}?)\r?\n-{40}\r?\n")
 # What may hold quotes or lines like any of a log's, without being one: comments and strings. Without possessive quantifiers,
 # which Python had wrong before 3.11.5; no character can be read in two ways, so none is read often.
@@ -136,7 +135,8 @@ class RunLog:
     def recipe_settings(self) -> dict[str, str]:
         """The settings in which runs of one experiment agree; of data the folder's name, as folders move."""
         kept = {name: value for name, value in self.settings.items() if name not in MAY_DIFFER_BETWEEN_RUNS}
-        if traced := TRACED.search(self.environment):  # also of a resumption: a tracer works while the clock runs
+        every = (re.search(r"\btrace_steps=('[^']+')", line) for _, line in SETTINGS_LINE.findall(self.environment))
+        if traced := next(filter(None, every), None):  # also of a resumption: a tracer works while the clock runs
             kept["trace_steps"] = traced[1]
         return kept | {"data": repr(PurePath(kept["data"].strip("'\"")).name)} if "data" in kept else kept
 

@@ -188,7 +188,7 @@ def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> No
     held = {name.partition(".parameters.")[2] for name, _ in leaves(saved) if name.startswith("state.same.parameters.")}
     more, less = (", ".join(sorted(x)) or "nothing else" for x in (held - {*labels}, {*labels} - held))
     fault = f"its model is another recipe's: it holds {more}, this script wants {less}: use the sources that trained it"
-    raise_if(path, [f"{fault} (records/extract.py writes them from its log)"] if held and held != {*labels} else [])
+    raise_if(path, [f"{fault} (by sample.py's --script, or extract.py from its log)"] if held and held != {*labels} else [])
 
 
 def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[str, str], manager: Any) -> None:

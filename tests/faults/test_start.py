@@ -554,8 +554,10 @@ def test_a_limit_of_threads_is_told_before_the_ranks_start(start, shards, tmp_pa
     monkeypatch.setattr(threading.Thread, "start", limited)
     code, lines, started = start(*options(shards, tmp_path))
     assert (code, started) == (1, ())
-    said = r"2 ranks need about \d+ threads, \d can be had: raise ulimit -u or the container's limit of processes"
-    assert re.search(said, lines[-1]), lines
+    said = r"2 ranks need about (\d+) threads, \d can be had: raise ulimit -u or the container's limit of processes"
+    need = int(re.search(said, lines[-1])[1])
+    _, lines, _ = start(*options(shards, tmp_path, trace_steps="0:2"))
+    assert int(re.search(said, lines[-1])[1]) == need + 2 * 32  # the tracer's
 
 
 def test_a_launcher_that_can_have_no_thread_still_speaks(monkeypatch, capfd):

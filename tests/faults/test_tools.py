@@ -511,7 +511,7 @@ EMPTY = {  # of an unset variable of a shell: each took the logs of the current 
 def test_an_empty_argument_is_not_the_current_folder(tmp_path, name):
     (tmp_path / "0.txt").write_bytes(make_log())
     for arguments in EMPTY[name]:
-        said = next((f"{x}is empty" for x in arguments if x and str(x).endswith("=")), "an argument is empty").replace("=is", "= is")
+        said = next((f"{x} is empty" for x in arguments if x and x[-1] == "="), "an argument is empty")
         done = command(name, *(x if x != [] else tmp_path / "0.txt" for x in arguments), cwd=tmp_path, text=True)
         assert (done.returncode, done.stdout) == (2, "") and done.stderr == f"{name}: error: {said}: is a shell variable not set?\n"
     assert [path.name for path in tmp_path.iterdir()] == ["0.txt"]

@@ -14,6 +14,7 @@ from made_logs import ENVIRONMENT, make_log, records_folder, step_lines, write_r
 
 import groups
 import history
+import tool
 
 
 def test_history_is_made_from_the_records(tmp_path, capsys):
@@ -240,7 +241,7 @@ def test_a_log_that_a_folder_would_hide_is_refused(tmp_path, root):
 
 def test_a_file_system_without_locks_keeps_none_away(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented")))
-    with history.alone(tmp_path):
+    with tool.alone(tmp_path):
         assert [*tmp_path.iterdir()] == []
 
 

@@ -29,7 +29,8 @@ def test_variables_that_make_a_run_slower_are_told(monkeypatch):
     given["LD_PRELOAD"] = "libjemalloc.so.2:b.so"
     assert all(f"{name}={value!a}" in told for name, value in given.items()), told
     assert "TORCHELASTIC" not in told and "PYTHONPATH" not in told
-    ours = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo"}  # launch/'s
+    # launch/'s
+    ours = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     for name, value in ours.items():
         monkeypatch.setenv(name, value)
     assert not any(name in "".join(machine_facts(torch.device("cpu"), 1)) for name in ours)
