@@ -63,7 +63,8 @@ def stages(run: RunLog) -> list[tuple[str, float]]:
     """The names of its stages and the steps at which they begin; empty if its sources and settings do not tell.
 
     The script's table STAGES has a row a stage, whose `until` is the fraction of the scheduled steps at which it ends; in
-    older scripts, which have none, the stages are equal parts. A script that changes its table later does not tell.
+    older scripts, whose class of rows has no such field, the stages are equal parts. A script whose rows are made elsewhere,
+    or that changes its table later, does not tell.
     """
     try:
         scheduled = int(run.settings["num_scheduled_iterations"])
@@ -74,9 +75,15 @@ def stages(run: RunLog) -> list[tuple[str, float]]:
             for node in tree.body
             if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith(("STAGES = ", "STAGES: "))
         ]
-        options = [option for row in tables[0] for option in getattr(row, "keywords", ())]
-        ends = [number(option.value) for option in options if option.arg == "until"]
-        ends = ends or [(i + 1) / len(tables[0]) for i in range(len(tables[0]))]
+        fields = {
+            node.name: [ast.unparse(line.target) for line in node.body if isinstance(line, ast.AnnAssign)]
+            for node in tree.body
+            if isinstance(node, ast.ClassDef)
+        }
+        rows = [arguments(row, fields) for row in tables[0]]
+        ends = [number(row["until"]) for row in rows if "until" in row]
+        if not any("until" in row or "until" in fields[call.func.id] for row, call in zip(rows, tables[0], strict=True)):
+            ends = [(i + 1) / len(rows) for i in range(len(rows))]
     except (KeyError, ValueError, SyntaxError, IndexError, AttributeError, ArithmeticError, RecursionError, MemoryError):
         return []
     changed = [node.id for node in stored].count("STAGES") > 1
@@ -85,6 +92,11 @@ def stages(run: RunLog) -> list[tuple[str, float]]:
         return []
     begin, extension = [(f"stage {i + 1}", scheduled * start) for i, start in enumerate(starts)], scheduled * [1.0, *ends][-1]
     return begin + [("extension", extension)] * (run.validations[-1][0] > extension)
+
+
+def arguments(call: ast.Call, fields: dict[str, list[str]]) -> dict[str, ast.expr]:
+    """What `Class(…)` gives its fields, by keyword or by place; fields: of each class, in order. AttributeError: no call."""
+    return dict(zip(fields.get(call.func.id, []), call.args)) | {option.arg: option.value for option in call.keywords}
 
 
 def number(expression: ast.expr) -> float:

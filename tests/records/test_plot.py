@@ -21,8 +21,10 @@ from runlog import parse_log
         ("STAGES = (Stage(until=1/3, batch=8), Stage(until=2 / 3, batch=16), Stage(until=1.0, batch=24))", [0, 20, 40, 60]),
         ("STAGES = (Stage(until=1/4, batch=8), Stage(until=1, batch=16))", [0, 15, 60]),
         ("STAGES: tuple[Stage, ...] = (Stage(until=0.2), Stage(until=3/4/1), Stage(until=1))", [0, 12, 45, 60]),
-        ("STAGES = (Stage(batch=8), Stage(batch=16), Stage(batch=24))", [0, 20, 40, 60]),
-        ("STAGES = (Stage(8),)", [0, 60]),
+        ("STAGES = (Other(until=1/4), Other(until=1))", [0, 15, 60]),
+        ("STAGES = (Stage(1/4, 8), Stage(1, batch=16))", [0, 15, 60]),
+        ("STAGES = (Old(batch=8), Old(batch=16), Old(batch=24))", [0, 20, 40, 60]),
+        ("STAGES = (Old(8),)", [0, 60]),
         ("STAGES = (Stage(until=1/3), Stage(until=0.9))", [0, 20, 54]),
         ("STAGES = (Stage(until=1/3), Stage(until=1.2))", [0, 20]),
         ("STAGES = ()", [60]),
@@ -40,7 +42,12 @@ def test_stages_begin_where_the_one_before_ends(table, starts):
         "STAGES = (Stage(until=1/0), Stage(until=1))",
         "STAGES = (Stage(until='1'), Stage(until=1))",
         "STAGES = (Stage(until=1/3), Stage(batch=16))",
+        "STAGES = (Stage(batch=8), Stage(batch=16))",
         "STAGES = (Stage(until=2/3), Stage(until=1/3))",
+        "FIRST = Stage(until=1/3)\nSTAGES = (FIRST, Stage(until=1))",
+        "FIRST = Stage(until=1/3)\nSTAGES = (FIRST, FIRST._replace(until=1))",
+        "STAGES = (*Stage(until=1/3), Stage(until=1))",
+        "STAGES = (Other(0.1), Other(1))",
         "STAGES = TABLE",
         "STAGES = (Stage(until=1),)\nSTAGES += (Stage(until=1.2),)",
         "STAGES = (Stage(until=1),)\nif True:\n    STAGES = (Stage(until=1/2), Stage(until=1))",
@@ -56,7 +63,7 @@ def test_stages_that_cannot_be_told_are_not_guessed(table):
 def stages(table):
     """The steps at which the stages of a script with this table begin, then its extension; 60 steps are scheduled of 64."""
     environment = ENVIRONMENT.replace("lr=0.5", "num_scheduled_iterations=60")
-    script = f"from recipe import Stage\n\n{table}\n".encode()
+    script = f"class Stage:\n    until: float\n    batch: int = 8\n\nclass Old:\n    batch: int\n\n{table}\n".encode()
     run = parse_log(make_log(script=script, environment=environment, lines=step_lines(64)))
     return [start for _, start in plot.stages(run)]
 
