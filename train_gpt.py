@@ -797,8 +797,11 @@ class NorMuonAndAdam:
         check_order("param_table", param_table, self.params)
         check_order("scatter_order", self.scatter_order, self.params)
         check_order("work_order", self.work_order, self.params)
-        ties = [(label, row.tied_to) for label, row in param_table.items() if row.tied_to]
-        raise_first(*((b not in self.params, f"{a} is tied to {b}, which is no parameter") for a, b in ties))
+        for label, row in ((label, row) for label, row in param_table.items() if row.tied_to):
+            other = param_table.get(row.tied_to)
+            paces = other and other.every_step != row.every_step and "updated in other steps"
+            why = (paces or other.tied_to and "tied itself") if other else "no parameter"
+            raise_first((why, f"{label} is tied to {row.tied_to}, which is {why}"))
         raise_first(*((not x.dim() * x.numel(), f"{name} is empty or 0-dim: give it rows") for name, x in self.params.items()))
         alone = not dist.is_initialized()
         self.rank, self.world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
@@ -1191,9 +1194,7 @@ def check_shards(h: Hyperparameters) -> DataFacts:
     return check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, **val, **h.stream)
 
 
-def micro_batches(
-    h: Hyperparameters, ranks: Ranks, training: bool, first_step: int = 0, **change: int
-) -> Iterator:  # fmt: skip
+def micro_batches(h: Hyperparameters, ranks: Ranks, training: bool, first_step: int = 0, **change: int) -> Iterator:
     """This rank's micro-batches (inputs, targets, cu_seqlens), in order, on the CPU; change: of h.stream."""
     pattern, tokens = val_pattern(h.data), h.val_batch_tokens
     if training:

@@ -253,6 +253,8 @@ def make_shards(progress: Progress, output: Path, workers: int) -> None:
     if writer.pending:
         writer.close()
         record(file, group, used)
+    if not progress.shards:
+        raise DataError(f"no text in the {len(progress.files)} files of {progress.recipe['subset']}: choose another --subset")
     progress.finished = True
     progress.save(output)
     remove_fetched(output / "parquet", progress.files)

@@ -81,6 +81,14 @@ def check_buffers(first: dict[str, str], tensors: dict[str, torch.Tensor]) -> No
         raise ValueError(f"{fault}: make it a parameter, with a rule of its own")
 
 
+def apart(each: list[dict[str, str]], step: int) -> str:
+    """What is wrong where the ranks, each with its weights' checksums, hold others: a rule of a replicated parameter that draws
+    random numbers, say, which are each rank's own."""
+    other = [x.partition(" of ")[2] for x in each[0] if any(rank[x] != each[0][x] for rank in each)]
+    fault = f"the weights of {', '.join(other)} are not the same on all ranks at step {step}"
+    return f"{fault}: the rule of a replicated parameter must do the same on each, with no random numbers" if other else ""
+
+
 def peak_memory(device: torch.device) -> str:
     if device.type == "cuda":
         allocated, reserved = (f(device) >> 20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))

@@ -12,10 +12,10 @@ from importlib.util import cache_from_source, spec_from_file_location
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from zipimport import zipimporter
 
 ROOT = Path(__file__).resolve().parent.parent
 LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
-TOOLS = ("bench", "data", "launch", "records", "tests")  # folders whose scripts may use a training script
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
 STANDARD += map(os.path.realpath, [*STANDARD])
@@ -51,8 +51,10 @@ class Sources:
         would not write, a compiled module alone; for a script that was edited after Python had read it and before this did."""
         if self.edited:
             raise ValueError(f"{self.path} was edited while it started: start again")
-        files = {getattr(getattr(module, "__spec__", None), "origin", None) or "" for module in list(sys.modules.values())}
-        for file in sorted(file for file in files if file.endswith(".pyc") and self._beside(file)):
+        specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+        packed = {spec.origin for spec in specs if isinstance(getattr(spec, "loader", None), zipimporter)}
+        files = {getattr(spec, "origin", None) or "" for spec in specs}
+        for file in sorted(file for file in files if (file.endswith(".pyc") or file in packed) and self._beside(file)):
             raise ValueError(f"{file} is a module without its source, which a log would hold: give it its .py, or move it away")
         self.paths |= {file: self._ours(file) for file in files - self.paths.keys()}
         loaded = {*filter(None, map(self.paths.get, files))}
@@ -79,8 +81,7 @@ class Sources:
         """The same, for a log. Raises ValueError also where the process runs another script, which has taken this one's main():
         no log would hold it."""
         at = Path(getattr(sys.modules.get("__main__"), "__file__", None) or self.path).resolve()
-        tool = at == ROOT / "sample.py" or any(at.is_relative_to(ROOT / name) for name in TOOLS)
-        if at.suffix == ".py" and at != self.path and not tool and not self._installed(f"{at}"):
+        if at.suffix == ".py" and at != self.path and not self._installed(f"{at}"):
             raise ValueError(self.taken_by(at))
         return self.imported()
 
@@ -173,9 +174,20 @@ class Sources:
 def is_code_of(source: bytes, code: CodeType) -> bool:
     """Was a module's code made of this text?"""
     try:
-        return compile(source, code.co_filename, "exec", dont_inherit=True) == code
+        return comparable(compile(source, code.co_filename, "exec", dont_inherit=True)) == comparable(code)
     except (SyntaxError, ValueError):
         return False
+
+
+def comparable(code: CodeType) -> CodeType:
+    """With texts for its fractions, as no NaN is equal to another."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, CodeType):
+            return comparable(x)
+        return f"{x!r}" if isinstance(x, float | complex | tuple) else x
+
+    return code.replace(co_consts=tuple(map(plain, code.co_consts)))
 
 
 def files_of(module: Path, folders: Sequence[Path]) -> Iterator[Path]:
@@ -247,6 +259,12 @@ def source_changes(then: dict[str, str], now: dict[str, str]) -> tuple[str, list
         diff += difflib.unified_diff(*lines, f"{name} before", f"{name} now", n=1, lineterm="")
     changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
     return f"with changed source, {changed} lines of difference" if diff else "with the same source", diff
+
+
+def resumption_note(path: Path, saved: dict[str, Any], sources: dict[str, str], environment: list[str]) -> str:
+    """For the log's header: where the run went on, on what machine, and by what changes to the sources."""
+    source, diff = source_changes(saved["sources"], sources)
+    return "\n".join([f"resumed at step {saved['step']} from {' '.join(f'{path}'.split())}, {source}", *environment, *diff])
 
 
 def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -> None:

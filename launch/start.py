@@ -95,7 +95,9 @@ def main(argv: list[str] | None = None) -> None:
             raise LaunchError(f"ulimit -n is {files}: a run may have {LEAST_FILES} files open: raise it", 1)
         check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
+        importing.append(name)
         script = load(path)
+        importing.clear()
         check_main(script, path)
         ranks, options = check(script, options, asked)
         code = Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name).wait()
@@ -112,8 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         code = error.returncode
     except Interrupted as caught:
         (number,) = caught.args
-        code = 128 + number
-        tell(name, f"{signal.Signals(number).name}: ended before its ranks started")
+        code = end_early(name, number)
     raise SystemExit(code)
 
 
@@ -137,12 +138,23 @@ def interrupter() -> Callable[[int, Any], None]:
 
     def interrupt(number: int, _: Any) -> None:
         heard.append(time.monotonic())
+        if importing:  # an exception that C code of a package meets is an ImportError, or the end of the process
+            os._exit(end_early(importing[0], number))
         if len(heard) == 1:
             raise Interrupted(number)
         if heard[-1] > heard[0] + ONE_SIGNAL:
             os._exit(128 + number)
 
     return interrupt
+
+
+importing: list[str] = []  # the script's name, while it and the packages are imported: nothing has been begun then
+
+
+def end_early(name: str, number: int) -> int:
+    """Tell of a signal before the ranks start; the exit code."""
+    tell(name, f"{signal.Signals(number).name}: ended before its ranks started")
+    return 128 + number
 
 
 def is_message(error: Exception) -> bool:

@@ -11,6 +11,7 @@ from runlog import RunLog
 from t_tests import Difference, mean, sigma
 
 ALIKE = 1.25  # of two spans of steps, at most, over which slopes are taken together
+FAR = 1 / 4  # of the steps: a loss worth more of them than this is too far along a straight line for a test
 ENDING = 1 / 20  # of the steps: the slope of a loss curve is measured over at least these last ones
 
 # -----------------------------------------------------------------------------
@@ -121,7 +122,8 @@ class EqualLoss(NamedTuple):
     steps: float  # that the new runs could end earlier, to end with the baseline's loss; below 0: must end later
     pace: float  # seconds a step of the new runs there; nan: unknown
     seconds: float  # steps × pace
-    time: Difference | None  # of the times at equal loss; None: the times do not compare
+    time: Difference | None  # of the times at equal loss; None: the times do not compare, or it is far
+    far: bool  # more than FAR of the steps
 
 
 def ending(run: RunLog) -> tuple[int, float, float | None] | None:
@@ -155,10 +157,10 @@ def equal_loss(a: Group, b: Group, comparable: bool, pairs: bool) -> EqualLoss |
     slope_error = math.hypot(*(sigma(group) / math.sqrt(len(group)) for group in slopes)) / len(slopes)
     told = [pace for _, _, pace in endings[1] if pace is not None]
     seconds_a_step, gain = mean(told), mean(a.losses) - mean(b.losses)
-    time = None
-    if comparable and len(told) == len(b.runs) == len(b.times) and len(a.runs) == len(a.times):
+    time, far = None, abs(gain / slope) > FAR * min(run.validations[-1][0] for run in a.runs + b.runs)
+    if comparable and not far and len(told) == len(b.runs) == len(b.times) and len(a.runs) == len(a.times):
         price = seconds_a_step / slope
         equal = [[run.seconds + run.loss * price for run in group.runs] for group in (a, b)]
         found = (t_tests.paired if pairs else t_tests.different)(*equal)
         time = t_tests.t_test(found.mean, math.hypot(found.error, gain * price * slope_error / slope), found.freedom)
-    return EqualLoss(slope, slope_error, over, gain / slope, seconds_a_step, gain / slope * seconds_a_step, time)
+    return EqualLoss(slope, slope_error, over, gain / slope, seconds_a_step, gain / slope * seconds_a_step, time, far)

@@ -16,6 +16,8 @@ COMPILER_FLAG = re.compile(r"inductor|dynamo|functorch|(?<!\bre)\.compile\b|TORC
 MAY_BE_ONE = re.compile(r"(?<!\bre\.)compile|environ|putenv|[gs]etattr|__dict__|\b(?:vars|exec|eval)\(|__import__|import_module")
 COMPILER_VARIABLE = re.compile(r"""\b(?:TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO)\w*=(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 CLOCK = {"clock", "start_clock", "paused"}  # attributes of a Run
+DYNAMIC = {"setattr", "delattr", "__setattr__", "__delattr__", "exec", "eval", "vars", "globals", "locals", "__import__",
+           "import_module", "__dict__", "__code__", "__globals__", "__defaults__"}  # change what no statement names
 BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 PROVEN, BROKEN, OPEN = "[x]", "[!]", "[ ]"
 
@@ -73,7 +75,8 @@ def data_stream(a: RunLog, b: RunLog) -> tuple[str, str]:
     if not a.shards or not b.shards:
         return OPEN, f"the logs do not tell what --data={b.settings.get('data')} held"
     before, after = uses(a.script[1], "data"), uses(b.script[1], "data")
-    if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)] + elsewhere(a, b, "data"):
+    differ = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if differ := differ + elsewhere(a, b, "data") + started_otherwise(a, b):
         return OPEN, f"data/*.py are the baseline's; they are used otherwise: read the diff of {names(differ)}"
     return PROVEN, "the shards, data/*.py and what script and modules do with them are the baseline's"
 
@@ -87,6 +90,8 @@ def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
         return OPEN, f"runtime/*.py are the baseline's; {where}"
     if differ := elsewhere(a, b, "runtime"):
         return OPEN, f"runtime/*.py are the baseline's; other modules use them otherwise: read the diff of {names(differ)}"
+    if differ := started_otherwise(a, b):
+        return OPEN, f"runtime/*.py are the baseline's; something may change their use: read the diff of {names(differ)}"
     return PROVEN, "runtime/*.py are the baseline's, and what runs while the clock stands: functions, not classes"
 
 
@@ -94,6 +99,14 @@ def elsewhere(a: RunLog, b: RunLog, package: str) -> list[str]:
     """The modules beside script and package that use the package, or change what they import, otherwise than the baseline's."""
     found = sorted(name for name in {*a.modules, *b.modules} if not name.startswith(f"{package}/"))
     return [name for name in found if uses(a.modules.get(name, b""), package) != uses(b.modules.get(name, b""), package)]
+
+
+def started_otherwise(a: RunLog, b: RunLog) -> list[str]:
+    """The script and the modules that do more outside their functions than the baseline's."""
+    before, after = {**a.modules, b.script[0]: a.script[1]}, b.sources
+    changed = [name for name in after if not same_source(before.get(name), after[name])]
+    more = [name for name in changed if outside_functions(after[name]) - outside_functions(before.get(name, b""))]
+    return [f"{name}, outside its functions" for name in more]
 
 
 def compiler_flags(baseline: Group, group: Group) -> tuple[str, str]:
@@ -172,9 +185,49 @@ def patches(tree: ast.AST) -> list[str]:
             changed = [x for target in targets for x in ast.walk(target) if isinstance(x, (ast.Attribute, ast.Subscript))]
             if any(names_in(x, ast.Load) & imported for x in changed):
                 found.append(ast.dump(node))
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
+        elif isinstance(node, (ast.For, ast.withitem)):
+            target = getattr(node, "target", None) or getattr(node, "optional_vars", None)
+            found += [ast.dump(target)] if target and attributes_of(target) else []
+        elif DYNAMIC & {getattr(node, "id", ""), getattr(node, "attr", "")}:
             found.append(ast.dump(node))
     return found
+
+
+def outside_functions(source: bytes) -> set[str]:
+    """What a source does while it is imported, beside functions, classes, imports and tables: its other statements, the names
+    that it binds again, what it calls, but for its own classes."""
+    tree, found = parsed(source), set()
+    own = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+    def visit(body: list[ast.stmt]) -> None:
+        bound = Counter()
+        for node in body:
+            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                bound.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+                run = []
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                bound[node.name] += 1
+                run = node.decorator_list + (node.bases if isinstance(node, ast.ClassDef) else [node.args])
+                visit(node.body if isinstance(node, ast.ClassDef) else [])
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and not any(map(changes_an_object, targets)):
+                bound.update(names_in(node, ast.Store))
+                run = [node.value] if node.value else []
+            else:
+                bound.update(names_in(node, ast.Store))
+                found.add(ast.dump(node))
+                run = []
+            called = {x.func for part in run for x in ast.walk(part) if isinstance(x, ast.Call)}
+            for definition in (own.get(getattr(function, "id", ""), function) for function in called):
+                found.update([] if isinstance(definition, ast.ClassDef) else [ast.dump(definition)])
+        found.update(f"{name} again" for name, times in bound.items() if times > 1)
+
+    visit(tree.body)
+    return found
+
+
+def changes_an_object(target: ast.AST) -> bool:
+    return any(isinstance(x, (ast.Attribute, ast.Subscript)) for x in ast.walk(target))
 
 
 def names_in(node: ast.AST, context: type) -> set[str]:
@@ -182,8 +235,8 @@ def names_in(node: ast.AST, context: type) -> set[str]:
 
 
 def untimed(source: bytes) -> dict[str, str]:
-    """What a script does while the clock stands, by name: the statements before `run.start_clock()`, those `with run.paused(…)`
-    and all that use the clock; then each function that these use, or that one of those uses. Methods are not followed. And what
+    """What a script does while the clock stands, by name: the statements before `run.start_clock()`, those
+    `with run.paused(…)` and all that use the clock; then each function that these use, or that one of those uses. Methods are not followed. And what
     it makes of the clock: its own classes of runs, what it is `with`, what it changes of its imports."""
     tree, found, by_run = parsed(source), [], uses(source, "runtime.run")
     for statement in filter(lambda node: isinstance(node, ast.stmt), ast.walk(tree)):

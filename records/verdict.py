@@ -261,6 +261,8 @@ def about_equal_loss(row: dict, ideas: int) -> str:
     worth = "is worth" if equal.steps >= 0 else "costs"
     said = (f"at equal loss: its loss {worth} {abs(equal.steps):.1f} steps{seconds} (slope {equal.slope:.3g} a step over "
             f"the last {equal.over})")  # fmt: skip
+    if equal.far:
+        return f"{said}: no test, as that is too far along a straight line"
     tests = tested(row, "equal", ("faster", "slower", "be faster or slower"), 3, " s", "", ideas) if equal.time else ""
     return f"{said}: {tests}" if tests else said
 

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.shards import drop_leftovers, one_line, whole_file
+from data.shards import drop_leftovers, whole_file
 from launch.console import reason, tell
-from launch.sources import source_changes
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
@@ -232,9 +231,3 @@ def raise_if(path: Path, faults: list[str]) -> None:
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(f"{path} cannot be resumed: {'; '.join(faults[:3])}{more}")
-
-
-def resumption_note(path: Path, saved: dict[str, Any], sources: dict[str, str], environment: list[str]) -> str:
-    """For the log's header: where the run went on, on what machine, and by what changes to the sources."""
-    source, diff = source_changes(saved["sources"], sources)
-    return "\n".join([f"resumed at step {saved['step']} from {one_line(path)}, {source}", *environment, *diff])

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
-from launch.machine import check_buffers, checksum, checksums, machine_facts, peak_memory, settings_text
+from launch.machine import apart, check_buffers, checksum, checksums, machine_facts, peak_memory, settings_text
 from launch.signals import FAULT, Signals, while_saving
-from launch.sources import Sources, check_unused
+from launch.sources import Sources, check_unused, resumption_note
 from runtime import checkpoints
 from runtime.log import Clock, Log, StepReport, log_header, step_line
 from runtime.ranks import Ranks
@@ -78,7 +78,7 @@ class Run:
         ranks.on_all(*(*room, len(self.saved_steps)) if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
         facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {settings_text(s)}"]
-        header = checkpoints.resumption_note(path, saved, self.logged, facts) if s.resume else log_header(self.logged, facts)
+        header = resumption_note(path, saved, self.logged, facts) if s.resume else log_header(self.logged, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))
         compiles = getattr(s, "compile", False) or ranks.device.type == "cuda"
@@ -164,10 +164,15 @@ class Run:
         return bool(self.signals.agreed)
 
     def log_validation(self, step: int, loss: float) -> None:
-        """Write a validation's line, unless it was cut short. Raises AgreedError for numbers that are not finite."""
+        """Write a validation's line, unless it was cut short. Raises AgreedError for numbers that are not finite, and for
+        weights that are not the ranks' common ones: on GPUs, whose kernels may round otherwise, that is told."""
         if not self.signals.agreed:
             if (culprits := self._name_non_finite()) or not math.isfinite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
+            each = self.ranks.gather(checksums("weights", self.manager.live_tensors()["weights"]))
+            if fault := apart(each, step):
+                self.ranks.raise_together(None if self.ranks.device.type == "cuda" else RunError(fault))
+                self.log.write(f"caution: {fault}", console=True)
             self.log.write(step_line(step, self.total, self.clock.before, loss), console=True)
 
     def _name_non_finite(self) -> str:  # labels of weights, or else of gradients, on any rank; empty if all is finite
@@ -184,7 +189,8 @@ class Run:
         def write() -> str:
             if bad := checkpoints.non_finite_tensors(state):
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
-            if kinds := checkpoints.differences({**state, "partial": {}}, {**self.layout, "partial": {}}, "state."):
+            kinds = checkpoints.differences({**state, "partial": {}}, {**self.layout, "partial": {}}, "state.")
+            if kinds := kinds or self.manager.contradictions(state, step):
                 raise ValueError(f"{'; '.join(kinds[:3])}: updates must keep initial_state's kinds; stopped, not saved")
             s, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
             saved = {"step": step, "seconds": self.clock.before, "run_id": s.run_id, "log": log, "shards": self.shards}

@@ -295,6 +295,26 @@ SCRIPTS = {
     "hidden": BASE.replace("lr = 1", "setattr(torch, name, 1)"),
     "pattern": BASE.replace("lr = 1", "words = re.compile('a')"),
 }
+OUTSIDE = {
+    "bound again": "def easy(n):\n    return [1]\nstream = easy",
+    "imported again": "from own import stream",
+    "in a branch": "if lr:\n    def warm_up():\n        return step(run)",
+    "in a dictionary": "globals()['warm_up'] = step",
+    "swapped": "prepare, before = (lambda run: before(run) or 1), prepare",
+    "loaded": "MADE = torch.load('made.pt')",
+    "made": "def make():\n    return 1\nMADE = make()",
+    "default": "def more(made=torch.load('made.pt')):\n    pass",
+    "in a class": "class More:\n    made = torch.load('made.pt')",
+    "a loop's": "import time\nfor time.perf_counter in [int]:\n    pass",
+    "a block's": "import time\nwith open('x') as time.perf_counter:\n    pass",
+    "updated": "import time\ntime.__dict__.update(perf_counter=int)",
+    "set": "import time\nobject.__setattr__(time, 'perf_counter', int)",
+    "twice": "def validate():\n    return 3",
+}
+SCRIPTS |= {name: BASE.replace("def train", f"{text}\ndef train") for name, text in OUTSIDE.items()}
+SCRIPTS["longer"] = BASE.replace("lr = 1\n", "lr = 1\nfrom faster import longer\n").replace("def train", "warm_up = longer\ndef train")
+ROWS = "class Row:\n    size: int = 1\nROWS = {'a': Row(2), 'b': (Row(3),)}"
+SCRIPTS["tables"] = BASE.replace("def train", f"{ROWS}\ndef train")
 SHARDS = "shards: 'd_train_0.bin' 0000000a, 'd_train_1.bin' 0000000b, 'd_val_0.bin' 0000000c"
 TOLD = ENVIRONMENT.replace("SCRIPT ", f"{SHARDS}\nSCRIPT ").replace("lr=0.5", "lr=0.5, val_tokens=8")
 CHANGED = (
@@ -341,10 +361,14 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         (0, " ", {"name": "data"}),
         (0, " ", {"name": "skips"}),
         (0, " ", {"modules": {**MODULES, "helper.py": b"import data.loader\ndata.loader.batches = list\n"}}),
-        (0, "x", {"modules": {**MODULES, "helper.py": b"import torch\nx = torch.zeros(1)\n"}}),
+        (0, "x", {"modules": {**MODULES, "helper.py": b"import torch\nx = 1\ndef f():\n    return torch.zeros(1)\n"}}),
+        (0, " ", {"modules": {**MODULES, "helper.py": b"import torch\nx = torch.zeros(1)\n"}}),
         (2, " ", {"modules": {**MODULES, "helper.py": b"from runtime.log import Clock\nClock.read = int\n"}}),
         (2, " ", {"modules": {**MODULES, "attention.py": b"import time\ntime.perf_counter = int\n"}}),
-        (2, "x", {"modules": {**MODULES, "attention.py": b"import time\nx = time.time()\n"}}),
+        (2, "x", {"modules": {**MODULES, "attention.py": b"import time\nx = lambda: 1\n"}}),
+        *((rule, " ", {"name": name}) for rule in (0, 2) for name in OUTSIDE),
+        (2, " ", {"name": "longer", "modules": {**MODULES, "faster.py": b"def longer(): pass\n"}}),
+        *((rule, "x", {"name": "tables"}) for rule in (0, 2)),
         (0, " ", {"name": "fewer"}),
         (0, " ", {"name": "module"}),
         (0, "!", {"modules": MODULES | {"data/loader.py": b"a = 2\n"}}),

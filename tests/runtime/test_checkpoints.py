@@ -24,6 +24,7 @@ import train_gpt
 from common import ends_with, exit_code, forked, lines_of, normal, options, text_of, tiny_gpt, tiny_settings, unequal, wait_until
 from launch.console import Stopped
 from launch.signals import Signals
+from launch.sources import resumption_note
 from runtime import checkpoints
 from runtime.checkpoints import CheckpointError, differences, load_whole_state, read_checkpoint, whole_state, write_checkpoint
 from runtime.ranks import Ranks
@@ -231,15 +232,15 @@ def test_a_run_resumed_twice_has_the_notes_of_the_course_that_stays(unbroken, sh
 def test_a_note_on_a_resumption_says_which_sources_have_changed():
     saved = {"step": 3, "sources": {"train_gpt.py": "a\nb\nc\n", "runtime/log.py": "x\n", "old.py": "1\n"}}
     now = {"idea.py": "a\nB\nc\n", "runtime/log.py": "x\n", "ideas/new.py": "2\n"}
-    note = checkpoints.resumption_note(Path("p"), saved, now, ["Python", "machine"]).splitlines()
+    note = resumption_note(Path("p"), saved, now, ["Python", "machine"]).splitlines()
     assert note[:3] == ["resumed at step 3 from p, with changed source, 4 lines of difference", "Python", "machine"]
     assert [line for line in note[3:] if line[0] in "+-"] == [
         "--- script before", "+++ script now", "-b", "+B", "--- old.py before", "+++ old.py now", "-1",
         "--- ideas/new.py before", "+++ ideas/new.py now", "+2",
     ]  # fmt: skip
     renamed = dict(zip(("idea.py", "runtime/log.py", "old.py"), saved["sources"].values()))
-    assert checkpoints.resumption_note(Path("p"), saved, renamed, []) == "resumed at step 3 from p, with the same source"
-    there = checkpoints.resumption_note(Path("a\nb/p"), saved, renamed, [])  # on one line, by which tools find it
+    assert resumption_note(Path("p"), saved, renamed, []) == "resumed at step 3 from p, with the same source"
+    there = resumption_note(Path("a\nb/p"), saved, renamed, [])  # on one line, by which tools find it
     assert there == "resumed at step 3 from a b/p, with the same source"
 
 
