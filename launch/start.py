@@ -96,8 +96,10 @@ def main(argv: list[str] | None = None) -> None:
         check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
         importing.append(name)
-        script = load(path)
-        importing.clear()
+        try:
+            script = load(path)
+        finally:
+            importing.clear()
         check_main(script, path)
         ranks, options = check(script, options, asked)
         code = Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name).wait()

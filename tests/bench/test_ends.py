@@ -1,6 +1,7 @@
 """A signal to a tool of bench/ ends all that it has started, by SIGTERM, and leaves none of its folders; a reader may leave."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from common import ROOT, text_of, wait_until
 
 CHILD = """#!/bin/bash
 # In place of a launcher: SIGTERM reaches what it has started through it alone.
-sleep 600 & echo $! >{here}/rank
-trap 'kill %1; sleep 0.2; touch {here}/ended; exit 1' TERM
-touch {here}/started
+here={here}
+sleep 600 & echo $! >"$here/rank"
+trap 'kill %1; sleep 0.2; touch "$here/ended"; exit 1' TERM
+touch "$here/started"
 wait
 """
 AS_MAIN = """
@@ -32,7 +34,7 @@ def start(tmp_path):
     def begin(tool: str, hangup: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
         (tmp_path / "tmp").mkdir()
         for name in ("python", "git"):
-            (tmp_path / name).write_text(CHILD.format(here=tmp_path))
+            (tmp_path / name).write_text(CHILD.format(here=shlex.quote(f"{tmp_path}")))
             (tmp_path / name).chmod(0o755)
         script, *arguments = tool.split()
         as_main = AS_MAIN.format(child=f"{tmp_path / 'python'}")

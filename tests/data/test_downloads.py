@@ -575,6 +575,17 @@ def parquet(hub: Hub) -> dict[str, list[str]]:
     return subset
 
 
+@pytest.mark.parametrize("texts", [[], [None, None]])
+def test_a_subset_without_text_is_an_error(hub: Hub, tmp_path: Path, texts: list) -> None:
+    """It was "0 shards, 0 tokens, all whole"."""
+    table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())})
+    pyarrow.parquet.write_table(table, file := BytesIO())
+    hub.files[f"{PARQUET}/sample/10BT/000.parquet"] = file.getvalue()
+    for _ in range(2):
+        result = run("fineweb.py", hub, tmp_path, *OPTIONS)
+        assert failed_with("no text in the 1 files of sample/10BT: choose another --subset", result)
+
+
 def stream_of(parquet: dict[str, list[str]]) -> list[int]:
     return [token for texts in parquet.values() for text in texts for token in (256, *text.encode())]
 

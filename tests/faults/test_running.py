@@ -11,6 +11,7 @@ import pty
 import re
 import resource
 import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -83,8 +84,9 @@ def without_console(shards, tmp_path_factory):
     folders, shells = {}, []
     for case, (line, _) in CONSOLES.items():
         folders[case] = tmp_path_factory.mktemp("console")
-        line = line.replace("rank", f'{sys.executable} {SCRIPT} "$@"')
-        line = line.replace("run", f'RANKS=1 {sys.executable} {ROOT}/launch/start.py {SCRIPT} "$@"')
+        start = shlex.join(map(str, (sys.executable, ROOT / "launch" / "start.py", SCRIPT)))
+        words = {"rank": f'{shlex.join(map(str, (sys.executable, SCRIPT)))} "$@"', "run": f'RANKS=1 {start} "$@"'}
+        line = re.sub(r"\b(rank|run)\b", lambda word: words[word[0]], line)
         with open(folders[case] / "told", "w") as told:
             shell = ["bash", "-c", line, "bash", *options(shards, folders[case])]
             pinned = lambda core=CORES[len(shells) % len(CORES)]: os.sched_setaffinity(0, {core})  # so that one thread trains
@@ -160,7 +162,7 @@ def test_one_signal_to_the_launcher_and_its_ranks_saves(shards, tmp_path, ranks_
         os.kill(pid, signal.SIGTERM)
     assert run.wait(60) == 143 and len(ranks) == 2
     last = text_of(tmp_path / "logs" / "run.txt").splitlines()[-1]
-    assert re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint \S+", last), last
+    assert re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint .+", last), last
 
 
 def test_a_signal_waits_for_a_checkpoint_however_slow_the_disk(shards, tmp_path, monkeypatch):
@@ -174,7 +176,7 @@ def test_a_signal_waits_for_a_checkpoint_however_slow_the_disk(shards, tmp_path,
     wait_until(lambda: "\nstep:2/" in text_of(log))
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == 143
-    last = re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint (\S+)", text_of(log).splitlines()[-1])
+    last = re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint (.+)", text_of(log).splitlines()[-1])
     assert last and read_checkpoint(Path(last[1]))["run_id"] == "run"
 
 
@@ -247,7 +249,7 @@ def test_a_process_ends_with_its_launcher_but_not_with_a_shell(shards, tmp_path,
     printed, last = text_of(tmp_path / "output"), lines_of(log).splitlines()[-1]
     if launched:
         assert "the launcher is gone: ends after this step" in printed
-        match = re.fullmatch(r"stopped by SIGTERM after step:(\d+)/302: checkpoint (\S+)", last)
+        match = re.fullmatch(r"stopped by SIGTERM after step:(\d+)/302: checkpoint (.+)", last)
         assert match and read_checkpoint(Path(match[2]))["step"] == int(match[1])
     else:
         assert "ended by itself" in printed and is_whole(log) and (tmp_path / "logs" / "run" / END).exists()
@@ -273,7 +275,7 @@ def test_the_ranks_of_a_killed_launcher_save_and_end(shards, tmp_path):
     printed = text_of(tmp_path / "output")
     assert "the launcher is gone: ends after this step" in printed and "Traceback" not in printed
     last = lines_of(log).splitlines()[-1]
-    match = re.fullmatch(r"stopped by SIGTERM after step:(\d+)/302: checkpoint (\S+)", last)
+    match = re.fullmatch(r"stopped by SIGTERM after step:(\d+)/302: checkpoint (.+)", last)
     assert match and read_checkpoint(Path(match[2]))["step"] == int(match[1])
     assert [path.name for path in (tmp_path / "logs").iterdir() if path.suffix == ".lock"] == []
 
@@ -298,7 +300,7 @@ def test_a_closed_terminal_ends_a_run_like_sigterm_but_not_after_nohup(shards, t
         assert is_whole(log)
     else:
         last = lines_of(log).splitlines()[-1]
-        match = re.fullmatch(r"stopped by SIGHUP after step:([45])/8: checkpoint (\S+)", last)
+        match = re.fullmatch(r"stopped by SIGHUP after step:([45])/8: checkpoint (.+)", last)
         assert match and read_checkpoint(Path(match[2]))["step"] == int(match[1])
 
 
@@ -366,7 +368,7 @@ def test_a_trace_without_room_is_told_and_the_run_is_through(shards, tmp_path, c
         yield
 
     monkeypatch.setattr(tracer, "whole_file", full)
-    message = r"all steps are done, but \S+/run.trace.json: No space left on device: the trace is lost"
+    message = r"all steps are done, but .+/run.trace.json: No space left on device: the trace is lost"
     ends_with(capsys, options(shards, tmp_path, trace_steps="1:3", sample_tokens=9), message, 1)
     log = tmp_path / "logs" / "run.txt"
     assert is_whole(log) and "\nsample, after" in log.read_text()
@@ -486,7 +488,7 @@ def test_a_shard_that_fails_ends_the_run_after_the_step_before(small_shards, tmp
         with pytest.raises(SystemExit) as exit_:
             main(arguments)
     error = capsys.readouterr().err.splitlines()[-1]
-    kept = r"checkpoint (\S+/step_0000\d\d.pt)" if save_every else "no checkpoint, as --save_every=0"
+    kept = r"checkpoint (.+/step_0000\d\d.pt)" if save_every else "no checkpoint, as --save_every=0"
     match = re.search(rf"error: (stopped by bad data after step:(\d+)/24: {kept}; rank 0: .*{message}.*)", error)
     assert exit_.value.code == 1 and match, error
     lines = lines_of(logs / "run.txt").splitlines()
@@ -505,7 +507,7 @@ def test_a_shard_that_fails_ends_the_run_after_the_step_before(small_shards, tmp
 def test_a_shard_that_fails_on_one_rank_ends_all_after_the_same_step(run_ranks, small_shards, tmp_path, rank_of_fault):
     messages = run_ranks(2, a_shard_fails_on, small_shards, tmp_path, rank_of_fault)
     assert messages[0] == messages[1]
-    match = re.match(r"stopped by bad data after step:(\d+)/24: checkpoint (\S+); rank (\d): .*local_train_000009", messages[0])
+    match = re.match(r"stopped by bad data after step:(\d+)/24: checkpoint (.+?); rank (\d): .*local_train_000009", messages[0])
     assert match and read_checkpoint(Path(match[2]))["step"] == int(match[1]) and int(match[3]) == rank_of_fault
 
 

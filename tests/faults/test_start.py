@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import shlex
 import signal
 import socket
 import subprocess
@@ -325,7 +326,7 @@ def test_a_checkpoint_that_does_not_serve_is_told_before_the_ranks_start(start, 
 def test_a_good_start_says_what_it_does_and_how_long_it_took(start, shards, tmp_path):
     code, lines, (count, command) = start(*options(shards, tmp_path))
     assert (code, count) == (0, 2) and command == [PYTHON, "-u", f"{ROOT / 'train_gpt.py'}", *options(shards, tmp_path)]
-    assert re.fullmatch(r"environment: \S+, Python [\d.]+, PyTorch \S+, no GPU \([\d.]+ s\)", lines[0])
+    assert re.fullmatch(r"environment: .+, Python [\d.]+, PyTorch \S+, no GPU \([\d.]+ s\)", lines[0])
     assert re.fullmatch(r"settings, data and room are checked; starting 2 ranks \([\d.]+ s\)", lines[1]) and len(lines) == 2
 
 
@@ -751,7 +752,8 @@ def run_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize("command", ["bash {root}/run.sh", "{python} {root}/launch/start.py"])
 def test_a_folder_that_is_gone_is_told(tmp_path, command):
     (tmp_path / "gone").mkdir()
-    line = f"cd {tmp_path}/gone; rmdir ../gone; exec {command.format(root=ROOT, python=PYTHON)} --seed=1"
+    line = f"cd {shlex.quote(f'{tmp_path}/gone')}; rmdir ../gone; "
+    line += f"exec {command.format(root=shlex.quote(f'{ROOT}'), python=shlex.quote(PYTHON))} --seed=1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100)
     said = [line for line in done.stderr.splitlines() if not line.startswith("shell-init: ")]  # bash's own
     name = command.rpartition("/")[2]
@@ -833,7 +835,7 @@ def test_a_python_that_is_too_old_never_serves(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         environment.ensure([f"{ROOT / 'requirements.txt'}"], f"{tmp_path}")
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    assert re.search(rf"run.sh: error: \S+ is Python {here}: 3.99 or later is needed", exit_.value.code)
+    assert re.search(rf"run.sh: error: .+ is Python {here}: 3.99 or later is needed", exit_.value.code)
 
 
 @pytest.fixture
@@ -914,7 +916,7 @@ def test_a_signal_to_run_sh_ends_what_makes_the_environment(tmp_path, number):
         shutil.copy(ROOT / name, project / name)
     (project / "requirements.txt").write_text("no_such_package==1.0  # from 1.0\n")
     python = project / ".venv" / "bin" / "python"
-    python.write_text(f"#!/bin/sh\necho $$ > {here}.tmp; mv {here}.tmp {here}; exec sleep 600\n")
+    python.write_text(f"#!/bin/sh\nhere={shlex.quote(f'{here}')}\necho $$ > \"$here.tmp\"; mv \"$here.tmp\" \"$here\"; exec sleep 600\n")
     python.chmod(0o755)
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
@@ -1090,7 +1092,7 @@ def test_two_signals_before_the_ranks_start_are_one(tmp_path, monkeypatch):
     """Of a service manager, or at a logout; a later one ends it at once."""
 
     def begin(wait: float, second: int) -> None:
-        def busy(_: Path) -> None:
+        def busy(*_: object) -> None:
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
             finally:
@@ -1099,13 +1101,23 @@ def test_two_signals_before_the_ranks_start_are_one(tmp_path, monkeypatch):
                 time.sleep(0.1)
 
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        monkeypatch.setattr(launcher, "load", busy)
+        monkeypatch.setattr(launcher, "load", lambda _: None)
+        monkeypatch.setattr(launcher, "check_main", busy)
         launcher.main([f"{SCRIPT}"])
 
     for wait, second, code in ((0.0, signal.SIGHUP, 143), (0.0, signal.SIGTERM, 143), (1.2, signal.SIGHUP, 129)):
         output = tmp_path / f"{wait}{second}"
         assert exit_code(forked(lambda wait=wait, second=second: begin(wait, second), output)) == code, text_of(output)
         assert text_of(output) == (f"{SCRIPT.name}: SIGTERM: ended before its ranks started\n" if code == 143 else "")
+
+
+def test_a_signal_within_an_imports_c_code_ends_all_the_same(tmp_path):
+    """There an exception is an ImportError, "lacks a package", or aborts the process, or is lost: as here, in a callback."""
+    text = "import ctypes, os, signal\nctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGTERM))()\n"
+    (tmp_path / "idea.py").write_text(text)
+    work = lambda: launcher.main([f"{tmp_path / 'idea.py'}"])
+    assert exit_code(forked(work, tmp_path / "output")) == 143
+    assert text_of(tmp_path / "output") == "idea.py: SIGTERM: ended before its ranks started\n"
 
 
 def test_nohup_stays_in_force(ranks):

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import signal
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_output_that_nobody_takes_is_no_traceback(tmp_path, encoding):
     how = {"env": {**os.environ, "PYTHONIOENCODING": encoding}}
     done = command("compare.py", a, b, **how)
     assert done.returncode == 0 and done.stderr == b"" and (r"\u0394" if encoding == "ascii" else "Δ").encode() in done.stdout
-    line = f"{sys.executable} {ROOT / 'records' / 'compare.py'} {a} {b}"
+    line = shlex.join(map(str, (sys.executable, ROOT / "records" / "compare.py", a, b)))
     for redirection, code, said in ((">&-", 0, ""), ("> /dev/full", 1, "No space left"), ("2>&- >&-", 0, "")):
         done = subprocess.run(f"{line} {redirection}", shell=True, capture_output=True, text=True, check=False, **how)
         assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, (redirection, done)

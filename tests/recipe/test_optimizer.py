@@ -416,6 +416,20 @@ def test_tie_to_no_parameter_is_refused() -> None:
         NorMuonAndAdam(tiny_gpt().named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
 
 
+def test_a_tie_that_would_not_hold_is_refused() -> None:
+    """To a parameter that is tied itself, whose gradient would go nowhere; to one whose steps are others."""
+    embed, head = PARAM_TABLE["embed"], PARAM_TABLE["lm_head"]
+    fields = {"lr": head.lr, "weight_decay": head.weight_decay}
+    for table, said in (
+        ({"bigram_embed": replace(PARAM_TABLE["bigram_embed"], tied_to="embed")}, "bigram_embed is tied to embed, which is tied itself"),
+        ({"lm_head": replace(head, tied_to="embed")}, "lm_head is tied to embed, which is tied itself"),
+        ({"embed": replace(embed, tied_to="embed")}, "embed is tied to embed, which is tied itself"),
+        ({"lm_head": NorMuon("sharded", **fields)}, "embed is tied to lm_head, which is updated in other steps"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            NorMuonAndAdam(tiny_gpt().named_parameters(), PARAM_TABLE | table, SCATTER_ORDER, WORK_ORDER)
+
+
 # Tied and split, on one, two and four ranks
 
 STEPS, SPLIT = 6, train_gpt.split_step(4)  # of h(): Adam on 1, 3 and 5, the split after 3

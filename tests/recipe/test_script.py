@@ -28,7 +28,7 @@ def test_script_may_be_an_idea_with_files_beside_it(tmp_path: Path) -> None:
     idea = tmp_path / "idea.py"
     for path, source in ((idea, SCRIPT), (tmp_path / "cpu.py", ROOT / "cpu.py")):
         path.write_text(source.read_text() + "\nMARKER = 'an idea'\n")
-    test = f"{__file__}::{test_every_process_tests_the_same_script.__name__}"
+    test = f"tests/recipe/{Path(__file__).name}::{test_every_process_tests_the_same_script.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", test]
     environment = {**os.environ, "SCRIPT": f"{idea}", "MARKER": "an idea"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

@@ -9,6 +9,7 @@ scipy_stats = pytest.importorskip("scipy.stats", reason="pip install -r records/
 
 from made_logs import ENVIRONMENT, make_log, step_lines, write_runs
 
+import compare
 import curves
 import verdict
 from groups import gather
@@ -66,6 +67,19 @@ def test_a_loss_gain_in_steps_and_seconds_by_hand(two):
     differences = scipy_stats.ttest_rel(equal[1], equal[0])
     pairs = curves.equal_loss(*two, comparable=True, pairs=True).time
     assert pairs.mean == pytest.approx(difference) and pairs.freedom == differences.df == 2
+
+
+def test_a_loss_that_is_worth_too_many_steps_has_no_test(tmp_path, two, capsys):
+    """As far along a straight line as the run is long it was FASTER by more seconds than that takes."""
+    slope = np.mean(SLOPES[0])
+    for share, far in ((0.24, False), (0.26, True), (-0.26, True)):
+        losses = [x - share * 400 * slope for x in LOSSES[0]]
+        ends = [round(x, 4) for x in losses]
+        other = write(tmp_path / f"{share}", SLOPES[0], TIMES[1], ends)
+        found = curves.equal_loss(two[0], other, comparable=True, pairs=False)
+        assert found.far == far and (found.time is None) == far and found.steps == pytest.approx(400 * share, rel=0.05), share
+    compare.main([str(tmp_path / "a"), str(tmp_path / "0.26")])
+    assert "no test, as that is too far along a straight line" in capsys.readouterr().out
 
 
 def test_a_slope_over_more_steps_does_not_count(tmp_path, two):

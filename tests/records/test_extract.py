@@ -198,13 +198,13 @@ def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):
     (tmp_path / "log.txt").write_bytes(make_log(sources))
     path, *_ = extract.extract(tmp_path / "log.txt", tmp_path / "again")
     options = (
-        f"--preset=demo --data={tmp_path} --log_dir={tmp_path} --run_id=run --model_dim=32 --num_heads=2 --head_dim=16 "
+        "--preset=demo --run_id=run --model_dim=32 --num_heads=2 --head_dim=16 "
         "--batch_unit=64 --num_scheduled_iterations=1 --num_extension_iterations=0 --val_every=0 --val_tokens=2048 "
         "--val_batch_tokens=1024 --sample_tokens=5 --fp8_head=False"
     )
     how = {"check": False, "capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120,
            "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}}  # fmt: skip
-    run = subprocess.run([sys.executable, path, *options.split()], **how)
+    run = subprocess.run([sys.executable, path, f"--data={tmp_path}", f"--log_dir={tmp_path}", *options.split()], **how)
     assert run.returncode == 0, run.stderr
     log = read_log(tmp_path / "run.txt")
     assert (log.script, log.fault, log.problems, log.total) == (("idea.py", script), "", [], 1)

@@ -1,6 +1,8 @@
 """The log holds every source that took part, exactly; what is extracted from it runs to the same bits. ./run.sh starts it."""
 
+import importlib
 import os
+import zipfile
 import py_compile
 import shutil
 import subprocess
@@ -298,12 +300,30 @@ def test_a_module_without_its_source_is_refused(tree):
             assert [*sources.imported()] == ["idea.py"]
 
 
+def test_a_module_from_an_archive_is_refused(tree, monkeypatch):
+    root, _ = tree
+    sources = Sources(root / "idea.py")
+    for folder, refused in ((root.parent / "site-packages", False), (root, True)):
+        folder.mkdir(exist_ok=True)
+        with zipfile.ZipFile(folder / "packed.zip", "w") as archive:
+            archive.writestr(f"packed_{refused}.py", "FLOOR = 0.3\n")
+        monkeypatch.syspath_prepend(f"{folder}/packed.zip")
+        assert importlib.import_module(f"packed_{refused}").FLOOR == 0.3
+        monkeypatch.delitem(sys.modules, f"packed_{not refused}", raising=False)
+        if refused:
+            with pytest.raises(ValueError, match=f"^{folder}/packed.zip/packed_True.py is a module without its source, which a log"):
+                sources.imported()
+        else:
+            assert [*sources.imported()] == ["idea.py"]
+
+
 def test_a_script_that_is_edited_between_pythons_reading_and_ours_is_refused(tree):
     """Python runs what it read; the log would hold what came after."""
     root, _ = tree
     text = "from launch.sources import Sources\nFOUND = Sources(__file__)\nx = lambda: 1\n"
+    text += "y, z = 1e999 - 1e999, lambda: (0.0, 1e999 - 1e999)\n"  # no NaN is equal to another
     code, module = compile(text, f"{root}/idea.py", "exec"), {"__file__": f"{root}/idea.py"}
-    for now, refused in ((text, False), (f"{text}# a remark\n", False), (text.replace("1", "2"), True), ("(", True)):
+    for now, refused in ((text, False), (f"{text}# a remark\n", False), (text.replace("1\n", "2\n"), True), (text.replace("0.0", "-0.0"), True), ("(", True)):
         (root / "idea.py").write_text(now)
         exec(code, module)
         assert module["FOUND"].edited == refused
@@ -318,8 +338,9 @@ def test_a_script_that_runs_anothers_main_is_refused_by_its_ranks_too(tree, monk
         (root / name).write_text("")
     sources = Sources(root / "idea.py")
     other = launch_sources.ROOT
-    tools = other / "sample.py", other / "bench" / "order.py"
-    for running, refused in ((root / "wrap.py", True), (root / "idea.py", False), *((tool, False) for tool in tools)):
+    installed = root.parent / "site-packages" / "pytest" / "__main__.py"
+    cases = (root / "wrap.py", True), (root / "idea.py", False), (installed, False), (other / "bench" / "wrap.py", True)
+    for running, refused in cases:
         monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{running}", raising=False)
         if refused:
             with pytest.raises(ValueError, match=rf"^wrap.py runs the main\(\) of {root}/idea.py, whose log would not hold wrap.py"):

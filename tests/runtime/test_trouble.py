@@ -205,6 +205,44 @@ def test_a_rules_state_that_changes_its_kind_is_found_at_a_save(shards, tmp_path
     assert [path.name for path in (tmp_path / "logs" / "run").iterdir()] == ["step_000003.pt"]
 
 
+def test_a_step_that_no_checkpoint_may_hold_is_found_at_a_save(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    step_optimizers = TrainingManager.step_optimizers
+
+    def change(self, step):
+        step_optimizers(self, step)
+        if step == 5:
+            self.optimizer.state["value_embeds"]["step"] = -1.0
+
+    monkeypatch.setattr(TrainingManager, "step_optimizers", change)
+    ends_with(capsys, options(shards, tmp_path, save_every=3), "the step of value_embeds is -1.0, must be 0 or more: ", code=1)
+    assert [path.name for path in (tmp_path / "logs" / "run").iterdir()] == ["step_000003.pt"]
+
+
+@pytest.mark.parametrize("rank_of_noise", [0, 1])
+def test_weights_that_ranks_train_apart_end_the_run(run_ranks, shards, tmp_path, rank_of_noise):
+    """As by a replicated parameter's rule that draws random numbers: each rank trained a model of its own, in silence."""
+    messages = run_ranks(2, noise_of_its_own, shards, tmp_path, rank_of_noise)
+    fault = "the weights of smear_gate are not the same on all ranks at step 4: the rule of a replicated parameter must do the same"
+    assert messages[0] == messages[1] and messages[0].startswith(fault)
+    assert "step:4/8 val_loss" not in lines_of(tmp_path / "logs" / "run.txt")
+
+
+def noise_of_its_own(rank: int, world_size: int, shards: Path, folder: Path, rank_of_noise: int) -> str:
+    """The message of a run in which one rank adds something to a replicated parameter at step 2."""
+    step_optimizers = TrainingManager.step_optimizers
+
+    def spoil(self, step):
+        step_optimizers(self, step)
+        if step == 2 and rank == rank_of_noise:
+            self.model.smear_gate.data.view(-1)[0] += 0.125
+
+    TrainingManager.step_optimizers = spoil
+    train_gpt.warm_up = lambda *_: None
+    with pytest.raises(AgreedError) as caught:
+        train_gpt.train(tiny_settings(shards, folder), Ranks(rank, world_size, torch.device("cpu")))
+    return f"{caught.value}"
+
+
 def test_what_the_loss_does_not_show_is_found_at_a_validation(shards, tmp_path, monkeypatch, capsys, no_warm_up):
     """A value embedding of a token that no text holds."""
     spoil_a_weight(monkeypatch, 3, "value_embeds", 300, torch.nan)
