@@ -392,6 +392,8 @@ CHANGES = {  # by file: what, tests, old, new
         ("what slows every collective is not told", "runtime/machine", "(TORCH(?!ELASTIC)|", "(TORCH_COMPILE|"),
     ),
     "launch/sources.py": (
+        ("what Python cannot parse is logged", "runtime/sources::test_what_a_step_imports_later_is_held_too",
+         "        ours -= self.broken - loaded\n", ""),
         ("a module from an archive is in no log", "runtime/sources::test_a_module_from_an_archive_is_refused",
          " or file in packed)", ")"),
         ("a script with a NaN never starts", "runtime/sources::test_a_script_that_is_edited_between_pythons_reading_and_ours_is_refused",

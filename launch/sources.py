@@ -41,6 +41,7 @@ class Sources:
         self.script = self._name(self.path)  # its path in the project, or its file's name
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
         self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
+        self.broken: set[Path] = set()  # what Python cannot parse
         running = getattr(sys.modules.get("__main__"), "__file__", None)
         if running and self.path in places(running):  # no test, tool or notebook
             sys.meta_path.insert(0, self)
@@ -66,6 +67,7 @@ class Sources:
             self.stems |= {*map(stem, more)}
             self.named |= {path: self._named_in(path, path in loaded) for path in more - self.named.keys()}
             ours, more = ours | more, set().union(*map(self.named.get, more)) - ours - more
+        ours -= self.broken - loaded
         named: dict[str, Path] = {}
         for path in (self.path, *sorted(ours - {self.path})):
             if (other := named.setdefault(self._name(path), path)) != path:
@@ -120,7 +122,8 @@ class Sources:
             return set()
         try:
             tree = ast.parse(self.contents[path])
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # not to be imported either
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # not to be imported either: no log needs it
+            self.broken.add(path)
             return set()
         folders = [self.path.parent, ROOT]  # in the order in which a run looks there
         here = {name.partition(".")[0] for folder in folders for name in os.listdir(folder)}

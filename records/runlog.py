@@ -45,7 +45,7 @@ UNITS = {b"": 1, b"ms": 1, b"s": 1000, b"sec": 1000, b"seconds": 1000, b"(ms)": 
 ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
-SETTINGS_LINE = re.compile(r"^(\S.{0,4095}?\.py) (\w+\(.*\))$", re.MULTILINE)  # script, settings
+SETTINGS_LINE = re.compile(r"^(\S.{0,4095}?\.py) (\w+\(.*\))[ \t]*$", re.MULTILINE)  # script, settings; blanks are an editor's
 BANNER = re.compile(rb"\n-{40}\r?\n# *([^\n]{1,4096}?)\r?\n-{40}\r?\n")
 # What may hold quotes or lines like any of a log's, without being one: comments and strings. Without possessive quantifiers,
 # which Python had wrong before 3.11.5; no character can be read in two ways, so none is read often.

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ def test_other_source_than_the_checkpoints_is_told(logs, tmp_path, capsys):
     for name in (SCRIPT.name, "attention.py"):
         write_checkpoint(tmp_path / name / "step_000008.pt", saved | {"sources": saved["sources"] | {name: "x = 1\n"}}, keep=1)
         sample.main([f"{tmp_path / name}/step_000008.pt", "def ", "--tokens=2", f"--script={SCRIPT}"])
-        said = f"sample.py: step_000008.pt was trained by other source ({name}): if that makes another model, name it by --script\n"
+        said = f"sample.py: step_000008.pt was trained by other source ({name}): if that makes another model, name its script by --script, beside its own modules\n"
         assert capsys.readouterr().err == said
 
 
@@ -59,7 +60,7 @@ def test_a_model_of_another_size_is_refused_with_the_hint(logs, tmp_path, capsys
     write_checkpoint(deep, saved | {"sources": {"ideas/deep.py": "x = 1\n", **saved["sources"]}, "run_id": "deep"}, keep=1)
     with pytest.raises(SystemExit) as ended:
         sample.main([f"{deep}", "def ", "--tokens=2", f"--script={SCRIPT}"])
-    assert ended.value.code == 1 and "if that makes another model, name it by --script\n" in capsys.readouterr().err
+    assert ended.value.code == 1 and "if that makes another model, name its script by --script, beside its own modules\n" in capsys.readouterr().err
 
 
 def test_a_prompt_of_any_bytes_is_one(logs, capsys):
@@ -177,7 +178,8 @@ def test_a_script_finds_the_modules_beside_it(logs, tmp_path):
 
 
 def test_a_reader_that_has_enough_is_no_fault(logs):
-    line = f"{sys.executable} {ROOT / 'sample.py'} {logs / 'run' / 'step_000008.pt'} abc --tokens=2 --script={SCRIPT}"
+    checkpoint = logs / "run" / "step_000008.pt"
+    line = shlex.join([sys.executable, f"{ROOT / 'sample.py'}", f"{checkpoint}", "abc", "--tokens=2", f"--script={SCRIPT}"])
     for redirection, code in (("| true", 0), (">&-", 0), ("> /dev/full", 1)):
         command = ["bash", "-o", "pipefail", "-c", f"{line} {redirection}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)

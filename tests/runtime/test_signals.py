@@ -36,7 +36,7 @@ def test_a_signal_ends_the_run_after_its_step(shards, tmp_path, number, no_warm_
     os.kill(child, number)
     assert exit_code(child) == 128 + number and time.monotonic() - sent < 10
     last = log.read_text().splitlines()[-1]
-    match = re.fullmatch(rf"stopped by {number.name} after step:(\d+)/42: checkpoint (\S+/step_0*(\d+)\.pt)", last)
+    match = re.fullmatch(rf"stopped by {number.name} after step:(\d+)/42: checkpoint (.+/step_0*(\d+)\.pt)", last)
     assert match and match[1] == match[3], last
     assert f"\nstep:{match[1]}/42 " in log.read_text()
     assert read_checkpoint(Path(match[2]))["step"] == int(match[1])
