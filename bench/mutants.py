@@ -392,6 +392,9 @@ CHANGES = {  # by file: what, tests, old, new
         ("what slows every collective is not told", "runtime/machine", "(TORCH(?!ELASTIC)|", "(TORCH_COMPILE|"),
     ),
     "launch/sources.py": (
+        ("what a function imports on a line that Python continues is not in the log",
+         "runtime/sources::test_what_a_loaded_file_imports_later_is_held_however_its_lines_end",
+         'lines = CONTINUED.sub(b" ", self.contents[path])', "lines = self.contents[path]"),
         ("what Python cannot parse is logged", "runtime/sources::test_what_a_step_imports_later_is_held_too",
          "        ours -= self.broken - loaded\n", ""),
         ("a module from an archive is in no log", "runtime/sources::test_a_module_from_an_archive_is_refused",
@@ -414,7 +417,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("what comes during a run is imported", "runtime/sources::test_what_comes_or_goes_during_a_run_reaches_no_later_import",
          "        if then and (not", "        if () and (not"),
         ("what a function imports later is not in the log", "runtime/sources::test_what_a_step_imports_later_is_held_too",
-         "if is_loaded and not LATER_IMPORT.search(self.contents[path]):", "if is_loaded or path == self.path:"),
+         "if is_loaded and not LATER_IMPORT.search(lines):", "if is_loaded or path == self.path:"),
         ("a file of the project hides one beside the script",
          "runtime/sources::test_of_two_files_of_a_name_the_log_holds_the_one_that_takes_part",
          "folders = [self.path.parent, ROOT]", "folders = [ROOT, self.path.parent]"),

@@ -15,6 +15,7 @@ from typing import Any
 from zipimport import zipimporter
 
 ROOT = Path(__file__).resolve().parent.parent
+CONTINUED = re.compile(rb"\\(?:\r\n|\r|\n)")
 LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
@@ -118,7 +119,8 @@ class Sources:
     def _named_in(self, path: Path, is_loaded: bool) -> set[Path]:
         """Our files that a file's import statements name, also within functions: those are imported once a step calls them.
         Statements that are not indented have run if the file is loaded: what they named is loaded too."""
-        if is_loaded and not LATER_IMPORT.search(self.contents[path]):
+        lines = CONTINUED.sub(b" ", self.contents[path]).replace(b"\r", b"\n")
+        if is_loaded and not LATER_IMPORT.search(lines):
             return set()
         try:
             tree = ast.parse(self.contents[path])

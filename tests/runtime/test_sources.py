@@ -370,6 +370,20 @@ def test_a_helper_of_a_script_outside_is_held_as_it_was_first_seen(tree, tmp_pat
     assert sources.imported() == first == {"script.py": "# script.py\n", "helper.py": "# helper.py\n"}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"import math\ndef f():\n    import later\n", b"import math\rdef f():\r    import later\r", b"def f(): \\\nimport later\n",
+     b"def f(): \\\r\nimport later\r\n"],
+)  # fmt: skip
+def test_what_a_loaded_file_imports_later_is_held_however_its_lines_end(tree, text):
+    root, load = tree
+    (root / "later.py").write_text("# later\n")
+    (root / "helper.py").write_bytes(text)
+    sources = Sources(root / "idea.py")
+    load(root / "helper.py")
+    assert [*sources.imported()] == ["idea.py", "helper.py", "later.py"]
+
+
 def test_what_a_step_imports_later_is_held_too(tree, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
