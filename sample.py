@@ -109,7 +109,8 @@ def sample(
     manager = trainer.build(h, ranks)
     checkpoints.check_recipe(place, saved, manager.own_rows)
     if isinstance(saved.get("sources"), dict) and (other := other_sources(trainer, saved["sources"])):
-        fault = f"{place.name} was trained by other source ({other}): if that makes another model, name its script by --script, beside its own modules"
+        advice = "if that makes another model, name its script by --script, beside its own modules"
+        fault = f"{place.name} was trained by other source ({other}): {advice}"
         print(printable(f"sample.py: {fault}"), file=sys.stderr)
     checkpoints.check_usable(place, saved, manager, h.total_iterations)
     checkpoints.load_whole_state(manager, saved["state"], ranks)

@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import fake_gpu
+from data.shards import whole_file
 from launch.console import ended_by_signals, run_to_end, until_reader_leaves, user_path
 
 # -----------------------------------------------------------------------------
@@ -208,6 +209,8 @@ def measure(script: Path, tokens: list[int], train: bool, count: bool, world_siz
         "script": script.name,
         "torch": torch.__version__,
         "triton": _triton_version(),
+        "eval": not train,
+        "saved": not count,
         "passes": {},
         "updates": {},
     }
@@ -509,7 +512,7 @@ def run_child(script: Path, options: argparse.Namespace) -> dict:
     if not script.is_file():
         raise ScriptError(f"there is no script {script}")
     if script.suffix == ".json":
-        return json.loads(script.read_text(encoding="utf-8"))[0]
+        return counted_before(script, options)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "found.json")
         command = [sys.executable, __file__, str(script), f"--child={result}", f"--tokens={','.join(map(str, options.tokens))}"]
@@ -523,6 +526,21 @@ def run_child(script: Path, options: argparse.Namespace) -> dict:
         if done.returncode or not result.exists():
             raise ScriptError(f"{script}: {_last_error(done.stderr)}")
         return json.loads(result.read_text(encoding="utf-8"))
+
+
+def counted_before(path: Path, options: argparse.Namespace) -> dict:
+    """What an earlier call's --output holds. Raises ScriptError unless it counted what these options ask for."""
+    try:
+        found = json.loads(path.read_bytes())[0]
+        passes, updates = ({int(number) for number in found[part]} for part in ("passes", "updates"))
+        wrong = ["--eval"] * (found["eval"] != options.eval) + ["--saved"] * (found["saved"] and not options.saved)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise ScriptError(f"{path}: holds no counts of this version: make it anew with --output") from None
+    wrong += [f"--tokens={number}" for number in options.tokens if number not in passes]
+    wrong += [f"--optimizer --world_size={W}" for W in options.world_size if options.optimizer and W not in updates]
+    if wrong:
+        raise ScriptError(f"{path}: was counted otherwise, by {', '.join(wrong)}: give the same options, or make it anew")
+    return found
 
 
 def _last_error(text: str) -> str:
@@ -547,11 +565,17 @@ def main(argv: list[str] | None = None) -> None:
         Path(options.child).write_text(json.dumps(found))
         return
     try:
+        if options.output:  # before minutes of compiling
+            tempfile.TemporaryFile(dir=options.output.parent).close()
         found = [run_child(script, options) for script in scripts]
+        made = [f"PyTorch {one['torch']}, Triton {one['triton']}" for one in found]
+        if len({*made}) > 1:
+            raise ScriptError(f"{scripts[0]} was counted by {made[0]}, {scripts[1]} by {made[1]}: kernels of two compilers")
     except ScriptError as error:
         sys.exit(f"bench/codegen.py: {error}")
-    versions = f"PyTorch {found[0]['torch']}, Triton {found[0]['triton']}"
-    print(f"{versions}, {options.attention}; predicted for an H100, nothing was run\n")
+    except OSError as error:
+        sys.exit(f"bench/codegen.py: error: {options.output or error.filename}: {error.strerror or error}")
+    print(f"{made[0]}, {options.attention}; predicted for an H100, nothing was run\n")
     if options.saved:
         rows = [[f"{tokens:,}", *(f"{sum(graph['saved'] for graph in one['passes'][str(tokens)]) / 1e9:.2f}" for one in found)]
                 for tokens in options.tokens]  # fmt: skip
@@ -564,7 +588,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"Updates of one rank\n\n{update_table(found, options.world_size)}\n")
         print(f"A step\n\n{step_table(found, options.world_size)}\n")
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1))
+        try:
+            with whole_file(options.output) as file:
+                file.write(json.dumps(found, indent=1).encode())
+        except OSError as error:
+            sys.exit(f"bench/codegen.py: error: {options.output}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ stays when the machine goes.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -36,6 +37,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from data.shards import whole_file
 from launch.console import ended_by_signals, run_to_end, user_path
 
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
@@ -591,6 +593,16 @@ SECTIONS: dict[str, Callable[[Bench], tuple[str, dict]]] = {
 # The report
 
 
+def claim_report(folder: Path, name: str) -> Path:
+    """A path without suffix in the folder that is this call's alone, as its .md is there from now on, empty. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    now = f"{name}-{time.strftime('%H%M%S')}"
+    for own in itertools.chain([name, now], (f"{now}-{i}" for i in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):  # an earlier call's, or one's at the same time: all stay
+            open(folder / f"{own}.md", "x").close()
+            return folder / own
+
+
 def write_report(bench: Bench, results: dict[str, dict]) -> None:
     title = "A dry run on a CPU: no figure here is a measurement" if bench.dry else f"{_gpu_name()}"
     failed = [name for name, result in results.items() if result["failure"]]
@@ -600,9 +612,14 @@ def write_report(bench: Bench, results: dict[str, dict]) -> None:
         if result["failure"]:
             lines += [f"**FAILED**: {result['failure']}", ""]
         lines.append(result["text"])
-    bench.report.parent.mkdir(parents=True, exist_ok=True)
-    bench.report.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    bench.report.with_suffix(".json").write_text(json.dumps(results, indent=1, default=str))
+    for suffix, text in ((".json", json.dumps(results, indent=1, default=str)), (".md", "\n".join(lines) + "\n")):
+        with whole_file(bench.report.with_suffix(suffix)) as file:
+            file.write(text.encode())
+
+
+def drop_if_empty(path: Path) -> None:
+    if path.stat().st_size == 0:  # ended before the first section was through
+        path.unlink()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -619,7 +636,7 @@ def main(argv: list[str] | None = None) -> int:
         command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)]
         environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return run_to_end(command, env=environ).returncode
-    with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch, contextlib.ExitStack() as ends:
         cache = args.cache or (Path(scratch) if args.dry_run else Path.home() / ".cache" / "bankrun")
         cache.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache.resolve()}/inductor")
@@ -630,9 +647,8 @@ def main(argv: list[str] | None = None) -> int:
             print("bench/gpu.py: no CUDA device here; --dry-run walks the same code on a CPU", file=sys.stderr)
             return 2
         name = "dry-run" if args.dry_run else re.sub(r"\W+", "-", _gpu_name())
-        report = args.output / f"{datetime.date.today()}-{name}"
-        if report.with_suffix(".md").exists():  # an earlier call's: both stay
-            report = report.with_name(f"{report.name}-{time.strftime('%H%M%S')}")
+        report = claim_report(args.output, f"{datetime.date.today()}-{name}")
+        ends.callback(drop_if_empty, report.with_suffix(".md"))
         was_empty = not Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).exists()
         bench = Bench(args.dry_run, Path(scratch), cache.resolve(), report, was_empty)
         results: dict[str, dict] = {}
@@ -653,5 +669,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with ended_by_signals():
-        sys.exit(main())
+    try:
+        with ended_by_signals():
+            sys.exit(main())
+    except OSError as error:  # of --output, --cache or the scratch folder: a section's own is in the report
+        sys.exit(f"bench/gpu.py: error: {error.filename or ''}: {error.strerror or error}")

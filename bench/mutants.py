@@ -926,6 +926,8 @@ def main(argv: list[str] | None = None) -> int:
                 file.write(json.dumps([mutant, test]) + "\n")
 
     before = known(args.results)
+    if args.results:
+        tempfile.TemporaryFile(dir=args.results.parent).close()  # that it can be written, before minutes of tests
     left = [mutant for mutant in chosen if mutant not in before and not mutant.harmless]
     found = before | dict(zip(left, run(left, args.jobs, not args.no_baseline, tell) if left else [], strict=True))
     noticed = {mutant: found.get(mutant, "") for mutant in chosen}

@@ -235,9 +235,9 @@ def names_in(node: ast.AST, context: type) -> set[str]:
 
 
 def untimed(source: bytes) -> dict[str, str]:
-    """What a script does while the clock stands, by name: the statements before `run.start_clock()`, those
-    `with run.paused(…)` and all that use the clock; then each function that these use, or that one of those uses. Methods are not followed. And what
-    it makes of the clock: its own classes of runs, what it is `with`, what it changes of its imports."""
+    """What a script does while the clock stands, by name: the statements before `run.start_clock()`, those `with
+    run.paused(…)` and all that use the clock; then each function that these use, or that one of those uses. Methods are not
+    followed. And what it makes of the clock: its own classes of runs, what it is `with`, what it changes of its imports."""
     tree, found, by_run = parsed(source), [], uses(source, "runtime.run")
     for statement in filter(lambda node: isinstance(node, ast.stmt), ast.walk(tree)):
         for body in (getattr(statement, name, None) for name in BODIES):

@@ -266,6 +266,31 @@ def test_the_command_shows_a_script_and_two_beside_each_other(tmp_path: Path) ->
     done = run("bench/codegen.py", str(counted), f"--against={counted}", f"--tokens={T}")
     assert done.returncode == 0, done.stderr
     assert cells(done.stdout, "**all**")[-1] == "+0.00 ms"
+    check_counted_otherwise(tmp_path, counted)
+
+
+def check_counted_otherwise(folder: Path, counted: Path) -> None:
+    """Counts of other options, or of another compiler, are no counts of these: training passed for validation."""
+    (found,), other = json.loads(counted.read_text()), folder / "other.json"
+    cases = [
+        ({}, ["--eval"], "was counted otherwise, by --eval: "),
+        ({"eval": True}, [], "was counted otherwise, by --eval: "),
+        ({"saved": True}, [], "was counted otherwise, by --saved: "),
+        ({}, ["--tokens=256"], "was counted otherwise, by --tokens=256: "),
+        ({}, ["--optimizer"], "was counted otherwise, by --optimizer --world_size=8: "),
+        ({"passes": None}, [], "holds no counts of this version: "),
+        ({"torch": "1.0"}, [f"--against={counted}"], "was counted by PyTorch 1.0, "),
+    ]
+    for change, options, said in cases:
+        other.write_text(json.dumps([found | change]))
+        done = run("bench/codegen.py", str(other), *([f"--tokens={T}"] if "--tokens=256" not in options else []), *options)
+        assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"bench/codegen.py: {other}"), done
+        assert said in done.stderr and done.stderr.count("\n") == 1
+    for text in ("", "{}", "[]", "[1]", "x"):
+        other.write_text(text)
+        assert "holds no counts of this version: make it anew with --output\n" in run("bench/codegen.py", str(other)).stderr
+    done = run("bench/codegen.py", str(counted), f"--output={folder}/no/such.json")
+    assert done.returncode == 1 and done.stderr == f"bench/codegen.py: error: {folder}/no/such.json: No such file or directory\n"
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:

@@ -107,6 +107,19 @@ def test_a_second_call_uses_the_firsts_shards_and_keeps_its_report(
     assert len(list(tmp_path.glob("*.md"))) == len(list(tmp_path.glob("*.json"))) == 2
 
 
+def test_calls_at_one_time_have_a_report_each(tmp_path: Path) -> None:
+    """Each wrote the name that was free when it began: one report was lost."""
+    assert len({gpu.claim_report(tmp_path / "new", "a") for _ in range(5)}) == len([*(tmp_path / "new").glob("*.md")]) == 5
+
+
+@pytest.mark.parametrize("option", ["--output={}/file", "--cache={}/file/x", "--output={}/file/x"])
+def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").touch()
+    done = bench("--dry-run", "--only=environment", f"--output={tmp_path}", option.format(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"bench/gpu.py: error: {tmp_path}/file")
+    assert done.stderr.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     done = run_script(ROOT / "bench" / "gpu.py")

@@ -21,6 +21,8 @@ from runtime.checkpoints import read_checkpoint, write_checkpoint
 from runtime.ranks import Ranks
 from train_gpt import Hyperparameters, main
 
+ADVICE = "name its script by --script, beside its own modules"
+
 
 @pytest.fixture(scope="module")
 def logs(shards, tmp_path_factory):
@@ -48,7 +50,7 @@ def test_other_source_than_the_checkpoints_is_told(logs, tmp_path, capsys):
     for name in (SCRIPT.name, "attention.py"):
         write_checkpoint(tmp_path / name / "step_000008.pt", saved | {"sources": saved["sources"] | {name: "x = 1\n"}}, keep=1)
         sample.main([f"{tmp_path / name}/step_000008.pt", "def ", "--tokens=2", f"--script={SCRIPT}"])
-        said = f"sample.py: step_000008.pt was trained by other source ({name}): if that makes another model, name its script by --script, beside its own modules\n"
+        said = f"sample.py: step_000008.pt was trained by other source ({name}): if that makes another model, {ADVICE}\n"
         assert capsys.readouterr().err == said
 
 
@@ -60,7 +62,7 @@ def test_a_model_of_another_size_is_refused_with_the_hint(logs, tmp_path, capsys
     write_checkpoint(deep, saved | {"sources": {"ideas/deep.py": "x = 1\n", **saved["sources"]}, "run_id": "deep"}, keep=1)
     with pytest.raises(SystemExit) as ended:
         sample.main([f"{deep}", "def ", "--tokens=2", f"--script={SCRIPT}"])
-    assert ended.value.code == 1 and "if that makes another model, name its script by --script, beside its own modules\n" in capsys.readouterr().err
+    assert ended.value.code == 1 and f"if that makes another model, {ADVICE}\n" in capsys.readouterr().err
 
 
 def test_a_prompt_of_any_bytes_is_one(logs, capsys):
