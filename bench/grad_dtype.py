@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=number_between(1, 1000), default=3, help="runs of each kind (%(default)s)")
     parser.add_argument("--ranks", type=number_between(1, 1000), default=2, help="of a run (%(default)s)")
     args, given = parser.parse_known_args()
+    if own := [option for option in given if option.startswith(("--seed=", "--grad_dtype="))]:
+        parser.error(f"{own[0]}: is this program's own to set: it runs --seeds of both kinds")
     seeds, ranks, rows = args.seeds, args.ranks, []
     options = [*(f"--{name}={value}" for name, value in SETTINGS.items()), *given]  # of two, the later counts
     try:
@@ -62,8 +64,8 @@ def main() -> None:
             print(f"{how} --seed={seed}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
         h = trainer_settings([*options, how])
         calls = expected_calls(model_parameters(h), param_table(h), ranks, True, False)
-        spread = stdev(losses) if seeds > 1 else 0.0
-        rows.append([grad_dtype, *(f"{loss:.4f}" for loss in losses), f"{mean(losses):.4f} ± {spread:.4f}",
+        spread = f" ± {stdev(losses):.4f}" if seeds > 1 else ""
+        rows.append([grad_dtype, *(f"{loss:.4f}" for loss in losses), f"{mean(losses):.4f}{spread}",
                      f"{sum(call.sent for call in calls.values()) / 1e6:.2f}"])  # fmt: skip
     print(markdown(["gradients in", *(f"seed {seed}" for seed in range(seeds)), "mean", "MB sent, Adam step, split"], rows))
 

@@ -6,8 +6,8 @@
 # Ends with a line for each version; exit code 1 if one has failed.
 set -uo pipefail
 folder=${1:?"usage: bench/versions.sh FOLDER [pytest arguments]"}
-mkdir -p "$folder" && folder=$(cd "$folder" && pwd) || exit 1
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+mkdir -p "$folder" && folder=$(CDPATH= cd "$folder" && pwd) || exit 1
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 python=$(command -v python3 || command -v python) || { echo "bench/versions.sh: no python3 on the PATH" >&2; exit 1; }
 
 # Makes FOLDER/VERSION: the project's requirements, with this PyTorch, Triton and NumPy in place of those that they name.
