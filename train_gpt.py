@@ -1252,6 +1252,7 @@ def validate(step: int, manager: TrainingManager, run: Run) -> float:
     share, steps = h.micro_batches // ranks.world_size, h.val_tokens // h.val_batch_tokens  # micro-batches of a batch, batches
     opened = functools.partial(micro_batches, h, ranks, False, max_doc_len=manager.max_val_doc_len)
     batches = run.ahead(opened, share, steps)
+    seed_random(h.seed, step, ranks.rank)  # as forward_backward
     total = torch.zeros((), device=ranks.device)
     for i, batch in enumerate(batches):
         total += model(*to_device(batch, ranks.device), manager.forward_schedule())
@@ -1271,11 +1272,9 @@ def prepare(run: Run) -> TrainingManager:
     h, ranks = run.settings, run.ranks
     ranks.on_all(h.check, ranks.world_size)
     data = ranks.on_all(check_shards, h)
-    if ranks.device.type == "cuda":
-        facts = [f"attention: {flash_attention()}"]
+    facts = [f"attention: {flash_attention()}" if ranks.device.type == "cuda" else use_cpu()]
+    if h.compile or ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64  # a graph for each stage and mode, an update for each shape
-    else:
-        facts = [use_cpu()]
     manager = ranks.on_all(build, h, ranks)
     manager.max_val_doc_len = data.longest
     run.open(manager, data.shards, facts)

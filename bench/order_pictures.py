@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.schedule_model import COMMUNICATION, COMPUTE, ModelError, Operation, Span, exposures
+from data.shards import whole_file
 
 COLOURS = {"reduce": "#00798c", "gather": "#66a182", "update": "#edae49"}  # by the last word of an operation's name
 OTHER = "#b9a3c9"  # what stands before reductions, in launches and behind gathers
@@ -47,7 +48,8 @@ def gantt(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], 
     handles = [Patch(color=colour, label=name) for name, colour in names.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     try:
-        figure.savefig(path, dpi=110, metadata={"Software": None})
+        with whole_file(path) as file:
+            figure.savefig(file, format=path.suffix[1:] or "png", dpi=110, metadata={"Software": None})
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {error}: give a path that ends in .png, in a folder that can be written") from None
 
@@ -65,6 +67,7 @@ def chrome_trace(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Sp
             times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
             events.append({"ph": "X", "name": op.name, **where, **times, "args": {"bytes": op.bytes, "after": op.after}})
     try:
-        path.write_text(json.dumps({"traceEvents": events}))
+        with whole_file(path) as file:
+            file.write(json.dumps({"traceEvents": events}).encode())
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}: give a path that can be written") from None

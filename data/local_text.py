@@ -306,6 +306,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shard_tokens", type=size, default=100_000_000, help="tokens a shard; the last has what is left")
     args = parser.parse_args()
     args.input = args.input.resolve()
+    if args.output == default and args.input not in (STDLIB.resolve(), STDLIB):
+        parser.error(f"--output must be given with --input: {default} is the demo's")
     chosen = getattr(args, "suffixes", ".py" if args.input == STDLIB.resolve() else "")
     args.suffixes = [suffix.strip() for suffix in chosen.split(",") if suffix.strip()]
     return args

@@ -140,7 +140,7 @@ def user_path(text: str) -> Path:
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
     """For what a tool prints, which may be more than its reader wants, or hold what its encoding lacks: `| head` and LC_ALL=C are
-    no fault, a full disk is one."""
+    no fault, a full disk is one: SystemExit with a line."""
     guard_console()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", "") in ("strict", "surrogateescape"):  # the second: LC_ALL=C's
@@ -154,7 +154,7 @@ def until_reader_leaves() -> Iterator[None]:
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the interpreter to write
         if not isinstance(error, BrokenPipeError):
-            raise
+            raise SystemExit(printable(f"{os.path.basename(sys.argv[0])}: error: {error}")) from None
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
 STANDARD += map(os.path.realpath, [*STANDARD])
+PACKAGES = {"torch", "torchgen", "functorch", "triton", "numpy", "tiktoken", "huggingface_hub", "flash_attn_interface"}
 LIBRARIES = tuple(x for path in STANDARD if not f"{ROOT}".startswith(x := f"{path}{os.sep}"))
 
 
@@ -30,7 +31,10 @@ class Sources:
         """script: in the project (ideas/idea.py) or elsewhere, then with the files that it imports from there."""
         self.path = Path(script).resolve()
         self.contents = {}
-        for path in filter(Path.is_file, {self.path, *python_files(ROOT)}):
+        project = python_files(ROOT)
+        modules = {path.parent if path.stem == "__init__" else path.with_suffix("") for path in project} - {ROOT}
+        hiding = {file for module in modules for file in files_of(module.relative_to(ROOT), [self.path.parent])}
+        for path in filter(os.path.isfile, {self.path, *project, *hiding}):
             try:
                 self.contents[path] = path.read_bytes()
             except OSError:  # what cannot be read cannot be imported
@@ -81,16 +85,35 @@ class Sources:
         return {name: self._text(path) for name, path in named.items()}
 
     def of_run(self) -> dict[str, str]:
-        """The same, for a log. Raises ValueError also where the process runs another script, which has taken this one's main():
-        no log would hold it."""
+        """The same, for a log. Raises ValueError also for what no log would hold: another script that the process runs, which has
+        taken this one's main(); a module from elsewhere, as by PYTHONPATH, that our files name."""
         at = Path(getattr(sys.modules.get("__main__"), "__file__", None) or self.path).resolve()
         if at.suffix == ".py" and at != self.path and not self._installed(f"{at}"):
             raise ValueError(self.taken_by(at))
-        return self.imported()
+        texts = self.imported()
+        if foreign := self._foreign(texts):
+            raise ValueError(f"{foreign}, which no log would hold: move it beside the script, or install it as a package, without -e")
+        return texts
 
     def taken_by(self, other: Path) -> str:
         """What is told of another script that runs this one's main()."""
         return f"{other.name} runs the main() of {self.path}, whose log would not hold {other.name}: make it a changed copy of that"
+
+    def _foreign(self, texts: dict[str, str]) -> str:
+        """Which of our files names a module that lies neither in the project, nor beside the script, nor among packages, in
+        words. What a debugger brings is named by none of them; the packages that we need may lie anywhere."""
+        named = {name: imported_names(text) for name, text in texts.items()}
+        tops = set().union(*named.values()) - PACKAGES - sys.stdlib_module_names
+        files: dict[str, str] = {}
+        for module, spec in [(name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())]:
+            if (top := module.partition(".")[0]) in tops:
+                files |= {getattr(spec, "origin", None) or "": top}
+        for top in tops - {name.partition(".")[0] for name in list(sys.modules)}:  # imported later, by a function
+            files |= {getattr(PathFinder.find_spec(top), "origin", None) or "": top}
+        for file, top in files.items():
+            if file.endswith(".py") and not self._installed(file) and not self._ours(file):
+                return f"{next(name for name in named if top in named[name])} imports {top} from {file}"
+        return ""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """For Python's imports, as the first finder: of a file that has since been edited, has gone, or is hidden by one that has
@@ -237,6 +260,12 @@ def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
                 yield node
             else:
                 yield from imports(node)
+
+
+def imported_names(text: str) -> set[str]:
+    """The words of lines that import: names of modules from their roots, and more."""
+    lines = re.findall(r"^(?=.*(?:\bimport\b|import_module|__import__)).*$", text.replace("\\\n", " "), re.MULTILINE)
+    return {word for line in lines for word in re.findall(r"[^\W\d]\w*", line)}
 
 
 def folders_of(module: str, folders: Sequence[Path]) -> Sequence[Path]:

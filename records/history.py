@@ -216,6 +216,8 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
         raise InputError("; ".join(wrong))
     records = read_records(root)
     group, own = gather(name, *logs), None
+    if baseline and Path(baseline).resolve().parent == root.resolve() and (named := Path(baseline).name) in records:
+        baseline = named  # as a shell completes it
     if baseline and baseline not in records:
         own = gather(BASELINE, baseline)
     elif baseline:

@@ -83,14 +83,14 @@ def conditions(scripts: list[Path], options: list[str]) -> dict:
     }
 
 
-def check(folder: Path, names: list[str], now: dict) -> None:
-    """Raise RaceError if the folder holds anything of another race."""
+def check(folder: Path, names: list[str], now: dict) -> bool:
+    """Does the race begin, as there is no log yet? Raises RaceError if the folder holds anything of another race."""
     path = folder / "race.json"
     logs = [log for name in names for log in sorted((folder / name).glob("*")) if log.suffix in (".txt", ".log")]
     if foreign := [str(log) for log in logs if not PART_OF_IT.fullmatch(log.name) or not path.exists()]:
         raise RaceError(f"{foreign[0]}: not of this race ({len(foreign)} such logs): move it, or give another --logs")
     if not path.exists():
-        return
+        return True
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         differ = [what for what in now if before[what] != now[what]]
@@ -99,8 +99,9 @@ def check(folder: Path, names: list[str], now: dict) -> None:
             differ[-1] = f"sources: {', '.join(sorted(name for name in {*old, *new} if old.get(name) != new.get(name)))}"
     except (ValueError, LookupError, TypeError, AttributeError):
         raise RaceError(f"{path}: not what a race writes: give another --logs") from None
-    if differ:
+    if differ and logs:  # without one, an option may have been wrong
         raise RaceError(f"{folder}: holds a race of other {'; '.join(differ)}: put them back, or give another --logs")
+    return bool(differ)
 
 
 def set_cut_aside(log: Path) -> None:
@@ -137,14 +138,22 @@ def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
             raise RaceError(f"{fault}: move it and start as before")
 
 
+def with_this_python() -> dict[str, str]:
+    """The environment in which run.sh, which takes the first python3 of the PATH, takes this one; .venv's it finds if need be."""
+    python, path = Path(sys.executable), os.environ.get("PATH", os.defpath)
+    if python.parents[1] != ROOT / ".venv" and (python.parent / "python3").resolve() == python.resolve():
+        path = f"{python.parent}{os.pathsep}{path}"
+    return {**os.environ, "PATH": path}
+
+
 def run_to_its_end(command: list[str]) -> int:
     """Its exit code; 128 + signal if one killed it, or came and it ended well or was killed. Ctrl-C reaches the run by itself,
     which ends after its step; SIGTERM, and SIGHUP as SIGTERM, are handed on, each time."""
-    process, received = subprocess.Popen(command), []
+    process, received = None, []
 
     def hand_on(number: int, _: object) -> None:
         received.append(number)
-        if number != signal.SIGINT:
+        if number != signal.SIGINT and process:
             process.terminate()
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -152,6 +161,9 @@ def run_to_its_end(command: list[str]) -> int:
         if handler != signal.SIG_IGN:  # as after nohup
             signal.signal(number, hand_on)
     try:
+        process = subprocess.Popen(command, env=with_this_python())
+        for number in [*received]:  # while it started
+            process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         code = process.wait()
     finally:
         for number, handler in before.items():
@@ -164,10 +176,10 @@ def run_to_its_end(command: list[str]) -> int:
 def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> None:
     """Make the runs that are not there. Raises RaceError, OSError."""
     names, now = names_of(scripts), conditions(scripts, options)
-    check(folder, names, now)
+    begins = check(folder, names, now)
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
-    if not (folder / "race.json").exists():
+    if begins:
         tool.write(folder / "race.json", json.dumps(now, indent=1))
     logs: dict[Path, tuple[int, RunLog]] = {}
     for i, (which, seed) in enumerate(order(count), 1):

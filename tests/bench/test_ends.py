@@ -104,3 +104,7 @@ def test_a_reader_that_has_enough_is_no_fault() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() == 0
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "communication.py: error: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)

@@ -1,7 +1,9 @@
 """bench/order.py: the model against hand-worked steps, the search against all orders, a trace of two gloo ranks end to end."""
 
+import errno
 import itertools
 import json
+import os
 import random
 import re
 import subprocess
@@ -329,6 +331,16 @@ def test_a_reader_that_has_enough_is_no_fault(tmp_path: Path) -> None:
         command = ["bash", "-o", "pipefail", "-c", f"{line} {redirection}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert done.returncode == code and "Traceback" not in done.stderr and bool(done.stderr) == bool(code), done
+
+
+def test_a_full_disk_leaves_the_picture_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step.json").write_text(json.dumps({"operations": [op._asdict() for op in operations_of(AB, A_FIRST)]}))
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    for option, name in (("chrome", "x.json"), ("picture", "x.png")):
+        (tmp_path / name).write_text("of before")
+        with pytest.raises(SystemExit, match=f"order.py: error: .*{name}"):
+            order.main(["simulate", f"{tmp_path / 'step.json'}", f"--{option}={tmp_path / name}"])
+        assert (tmp_path / name).read_text() == "of before"
 
 
 def test_other_optimizers_steps_can_be_put_in(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

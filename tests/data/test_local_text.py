@@ -593,6 +593,12 @@ def test_a_closed_stream_leads_nowhere(stream: int, tmp_path: Path, library: Pat
     assert all(read_shard(path).size for path in (tmp_path / "out").glob("*.bin"))
 
 
+def test_another_text_does_not_take_the_place_of_the_demos(tmp_path: Path, library: Path) -> None:
+    """As --input alone did, in silence; the next ./run.sh made its own again, in the place of those."""
+    done = subprocess.run([sys.executable, str(SCRIPT), f"--input={library}"], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 2 and "error: --output must be given with --input: " in done.stderr and not done.stdout
+
+
 @pytest.mark.parametrize("way", ["the same", "a link", "by another way"])
 def test_shards_among_the_text_they_are_made_of_are_refused(
     way: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch

@@ -168,13 +168,14 @@ def test_a_baseline_of_logs_is_kept_and_compared_with(tmp_path, root):
     idea = write_runs(tmp_path / "idea", [80_000, 81_000], [3.27, 3.28], script=b"x = 2\n", environment=here)
     add(root, "1_A", archive)
     add(root, "2_B", idea, "--baseline", same)
-    add(root, "3_C", Path(write_runs(tmp_path / "c", [70_000, 71_000], [3.27, 3.28], environment=here)), "--baseline", "1_A")
+    add(root, "3_C", Path(write_runs(tmp_path / "c", [70_000, 71_000], [3.27, 3.28], environment=here)), "--baseline", root / "1_A")
     kept = root / "2_B" / "baseline"
     assert sorted(path.read_bytes() for path in kept.iterdir()) == sorted(path.read_bytes() for path in same.iterdir())
     page = (root / "2_B" / "README.md").read_text()
     assert "| baseline |" in page and "2_B: FASTER by 10.000 s" in page and "baseline times, s: 90.000, 91.000" in page
     assert "baseline" not in (root / "2_B" / "record.toml").read_text()
     assert "| [2](2_B/README.md) | 80.500 s |" in (root / "README.md").read_text()
+    assert not (root / "3_C" / "baseline").exists()  # the record's name as a shell completes it: no copies
     assert "3_C: times not comparable: different machines" in (root / "3_C" / "README.md").read_text()
     assert [log.name for log in groups.find_logs(str(root / "2_B"))] == ["0.txt", "1.txt"]  # the record's alone
     assert len(groups.find_logs(str(kept))) == 2

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -223,6 +224,25 @@ def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
     with pytest.raises(SystemExit, match=said):
         track(*more)
     assert len(calls(tmp_path)) == 6
+
+
+def test_a_race_without_a_log_begins_anew(track, tmp_path, monkeypatch):
+    """As after a wrong option, which ended its first run: "put them back" was all it said."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="ended with code 2"):
+        patch.setattr(race, "RUN", (sys.executable, "-c", "raise SystemExit(2)"))
+        track("--", "--see=3")
+    track("--", "--val_every=0")
+    assert len(calls(tmp_path)) == 6 and json.loads((tmp_path / "logs" / "race.json").read_text())["options"] == ["--val_every=0"]
+
+
+def test_runs_are_of_the_python_that_the_race_has(tmp_path, monkeypatch):
+    """run.sh takes the first python3 of the PATH, as of a system that has no packages: it made .venv beside an environment that
+    was not activated."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert race.run_to_its_end(["bash", "-c", f"[ $(command -v python3) = {Path(sys.executable).parent}/python3 ]"]) == 0
+    for module, name, value in ((race, "ROOT", Path(sys.executable).parents[2]), (sys, "executable", f"{tmp_path}/.venv/bin/python3")):
+        monkeypatch.setattr(module, name, value if module is sys else tmp_path)
+    assert race.with_this_python()["PATH"] == "/usr/bin:/bin"
 
 
 def test_a_source_that_changes_ends_the_race(track, tmp_path, monkeypatch):

@@ -97,14 +97,15 @@ DRAWS = {
 
 @pytest.mark.parametrize("source", DRAWS)
 def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypatch, source):
-    """Dropout, or a depth by chance: the numbers of a step are its own, whatever came before."""
+    """Dropout, or a depth by chance: the numbers of a step, and of a validation, are its own, whatever came before."""
     monkeypatch.setattr(train_gpt, "residual_add", DRAWS[source])
     one, two = tmp_path / "one", tmp_path / "two"
-    main(options(shards, one, save_every=3, keep_checkpoints=9))
-    main(options(shards, two, save_every=3, resume=one / "logs" / "run" / "step_000003.pt"))
+    main(options(shards, one, save_every=4, keep_checkpoints=9))
+    main(options(shards, two, save_every=4, resume=one / "logs" / "run" / "step_000004.pt"))
+    assert lines_of(one / "logs" / "run.txt") == lines_of(two / "logs" / "run.txt")
     ends = [read_checkpoint(folder / "logs" / "run" / END)["state"] for folder in (one, two)]
     assert unequal(*ends) == []
-    main(options(shards, tmp_path / "other", save_every=3, seed=1))
+    main(options(shards, tmp_path / "other", save_every=4, seed=1))
     assert unequal(ends[0], read_checkpoint(tmp_path / "other" / "logs" / "run" / END)["state"])
 
 

@@ -130,6 +130,51 @@ def test_a_script_outside_of_the_project_runs_with_the_helper_beside_it(project,
     assert found["helper.py"] == HELPER.encode() and "runtime/run.py" in found and not any("ideas" in name for name in found)
 
 
+@pytest.mark.parametrize("place", ["elsewhere", "data/mine", "ideas/.mine", "ideas/linked"])
+def test_a_changed_copy_of_our_module_beside_a_script_is_the_one_that_runs(project, tmp_path, place):
+    """Where the project's files are not looked for: outside of it, below data/, in a hidden folder, by a link. The project's ran,
+    in silence, and the log held it: a package's and one that its folder's module hides, too."""
+    folder = tmp_path / "mine" if place in ("elsewhere", "ideas/linked") else project / place
+    folder.mkdir(parents=True)
+    if place == "ideas/linked":
+        (project / place).symlink_to(folder)
+    for name in ("attention.py", "runtime/__init__.py", "runtime/options.py", "tracer/__init__.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("MINE = 1\n")
+    (folder / "idea.py").write_text(
+        f"import sys\nsys.path[1:1] = [{f'{project}'!r}]\nfrom launch.sources import Sources\nSOURCES = Sources(__file__)\n"
+        "import attention, runtime.options, tracer\n"
+        "held = SOURCES.of_run()\nprint([module.__file__ for module in (attention, runtime.options, tracer)])\n"
+        "print([held[name] for name in held if name.endswith(('attention.py', 'options.py', 'tracer/__init__.py'))])\n"
+    )
+    done = subprocess.run([sys.executable, f"{folder}/idea.py"], capture_output=True, text=True)
+    names = [f"{folder}/{name}" for name in ("attention.py", "runtime/options.py", "tracer/__init__.py")]
+    assert (done.stdout, done.stderr) == (f"{names}\n{['MINE = 1' + chr(10)] * 3}\n", "")
+
+
+@pytest.mark.parametrize("how", ["import mine", "from mine import X", "def late():\n    import mine", "import mine.part as p"])
+def test_a_module_from_elsewhere_is_refused(project, tmp_path, how):
+    """By PYTHONPATH, say: the run's log did not hold it, and two runs by two of its states were of the same sources. What is
+    imported by nobody of ours, as a debugger is, and packages are none."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("X = 1\n")
+    (tmp_path / "mine" / "part.py").write_text("")
+    (tmp_path / "debugger.py").write_text("")
+    (tmp_path / "sitecustomize.py").write_text("import debugger\n")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "package.py").write_text("")
+    script, before = project / "ideas" / "foreign.py", {**os.environ, "PYTHONPATH": f"{tmp_path}:{tmp_path}/site-packages"}
+    tried = {"": "", "idea": f"{how}\n"}
+    for name, statement in tried.items():
+        script.write_text(
+            f"import sys\nsys.path[1:1] = [{f'{project}'!r}]\nfrom launch.sources import Sources\nSOURCES = Sources(__file__)\n"
+            f"import package\n{statement}assert 'debugger' in sys.modules\nSOURCES.of_run()\n"
+        )
+        done = subprocess.run([sys.executable, f"{script}"], capture_output=True, text=True, env=before)
+        said = f"ideas/foreign.py imports mine from {tmp_path}/mine/__init__.py, which no log would hold: move it beside"
+        assert (said in done.stderr) if name else not done.stderr, done.stderr
+
+
 def test_a_file_where_the_user_stands_comes_before_the_projects(project):
     """Both folders have ideas/idea.py; --help says whose it is, and starts nothing."""
     here = project.parent / "here"
