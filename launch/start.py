@@ -56,8 +56,9 @@ RANK_THREADS = 8  # of a rank on a CPU, beside those that share its products: co
 TRACER_THREADS = 32  # of a rank, with --trace_steps: tracer.py
 PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, launch/signals.py; more while one says that it saves
 # Bytes of a CPU rank beside its model's state: alone, and for each token of its longest micro-batch and dimension. Fitted to
-# the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13.
-RANK_MEMORY, TOKEN_MEMORY = 600 << 20, 400
+# the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13. And for
+# each token and entry of the vocabulary: 988, 2,681 and 7,878 MiB with 257, 8,192 and 32,768 entries, 16,384 tokens, width 64.
+RANK_MEMORY, TOKEN_MEMORY, LOGIT_MEMORY = 600 << 20, 400, 13
 LIBRARIES = 1 << 30  # bytes of a rank's addresses that are in no memory, as PyTorch's files: 1.0 GiB
 SIZES = "--model_dim, --bigram_rows, --vocab_size or the batches"  # what a model's memory goes by
 CGROUP_MEMORY = (  # where control groups are, their limit, use and, in memory.stat, cached files: version 2, then 1
@@ -377,9 +378,9 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # here nobody else would come to it
     state = run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
     os.environ |= {"TORCH_DIST_INIT_BARRIER": barrier} if barrier else {}
-    work = TOKEN_MEMORY * getattr(s, "max_tokens", 0) * getattr(s, "model_dim", 0)
+    token = TOKEN_MEMORY * getattr(s, "model_dim", 0) + LOGIT_MEMORY * getattr(s, "vocab_size", 0)
     if not gpus:
-        check_memory(ranks, RANK_MEMORY + state + work)
+        check_memory(ranks, RANK_MEMORY + state + token * getattr(s, "max_tokens", 0))
     show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
     bring_flash_attention()
     return ranks, options

@@ -128,6 +128,16 @@ def test_more_ranks_than_memory_holds_are_refused(start, shards, tmp_path, monke
     assert start(*options(shards, tmp_path))[2]
 
 
+def test_a_large_vocabulary_counts(start, shards, tmp_path, monkeypatch):
+    """Its logits are most of what a rank needs: an estimate was a seventh of that."""
+    monkeypatch.setenv("RANKS", "1")
+    monkeypatch.setattr(launcher, "free_memory", lambda: 900 << 20)
+    tiny = options(shards, tmp_path, micro_batches=1)
+    code, lines, started = start(*tiny, "--vocab_size=65536")
+    assert (code, started) == (1, ()) and re.search(r"a rank needs about 1.\d GiB of memory, 0.9 GiB are free: lower", lines[-1]), lines
+    assert start(*tiny)[2]
+
+
 @pytest.mark.parametrize("option, number", [("v", "RLIMIT_AS"), ("d", "RLIMIT_DATA")])
 def test_a_limit_of_memory_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch, option, number):
     """As a batch system sets it; ranks ended in tracebacks of the library that could not allocate."""
