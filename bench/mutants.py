@@ -447,7 +447,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("the project's module runs in place of the script's own", "runtime/sources::test_a_changed_copy_of_our_module_beside_a_script_is_the_one_that_runs",
          "{self.path, *project, *hiding}", "{self.path, *project}"),
         ("a module from elsewhere takes part, in no log", "runtime/sources::test_a_module_from_elsewhere_is_refused",
-         "if foreign := self._foreign(texts):", "if foreign := None:"),
+         "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
         ("a signal within an import is an error of that", "faults/start::test_a_signal_within_an_imports_c_code_ends_all_the_same",

@@ -91,7 +91,7 @@ class Sources:
         if at.suffix == ".py" and at != self.path and not self._installed(f"{at}"):
             raise ValueError(self.taken_by(at))
         texts = self.imported()
-        if foreign := self._foreign(texts):
+        if foreign := self in sys.meta_path and self._foreign(texts):  # no test
             raise ValueError(f"{foreign}, which no log would hold: move it beside the script, or install it as a package, without -e")
         return texts
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
-from launch.console import AgreedError, RunError, Stopped, encoded, tell
+from launch.console import RunError, Stopped, encoded, tell
 from launch.machine import apart, check_buffers, checksum, checksums, machine_facts, peak_memory, settings_text
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
@@ -46,11 +46,12 @@ class Run:
         self.signals.before_end = lambda: self.__exit__(Stopped)
         return self
 
-    def __exit__(self, error: type | None, *_: object) -> None:
+    def __exit__(self, error: type | None, value: BaseException | None = None, *_: object) -> None:
         with suppress(IndexError):  # a signal that ends this process is here too, in another thread: one of both has the lock
             unlock_run(self.locks.pop())
         if error in (None, SystemExit) and self.signals.in_training:
-            raise AgreedError("train() has ended without run.finish(): the log lacks its last line")
+            how = f"rank {self.ranks.rank}'s train() has ended{f' by sys.exit({value.code!r})' if error else ''}"
+            raise RunError(f"{how} without run.finish(): the log lacks its last line")
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
         """Check that all ranks do the same, the checkpoint to resume, the room for new ones; open the log. Raises AgreedError.

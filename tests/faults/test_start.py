@@ -679,7 +679,8 @@ def test_so_does_one_whose_kind_is_a_message_elsewhere(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["warm.py", "helper.py"])
 def test_a_source_that_is_not_utf_8_is_refused(start, shards, tmp_path, monkeypatch, name):
     """Python reads it; its log would hold another program."""
-    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    monkeypatch.setitem(sys.modules, "helper", None)  # so that none is left after the test
+    del sys.modules["helper"]
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "warm.py").write_text(f"import helper\n{SCRIPT.read_text()}")
     source = b"# -*- coding: latin-1 -*-\n# \xe9\n" + (tmp_path / name).read_bytes()

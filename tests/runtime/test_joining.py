@@ -206,6 +206,19 @@ def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
     assert printed.count("no shard matches") == 1 and not list((tmp_path / "logs").glob("*"))
 
 
+def test_a_rank_that_leaves_alone_says_so(shards, tmp_path, monkeypatch):
+    """As by an idea's own sys.exit: the run ended with code 1, and without a word."""
+    source, end = SCRIPT.read_text(), "            run.end_step()\n"
+    assert source.count(end) == 1
+    leaving = f"{end}            if step == 3 and ranks.rank == 1:\n                sys.exit('diverged')\n"
+    (tmp_path / "leaves.py").write_text(source.replace(end, leaving))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}")
+    with open(tmp_path / "output", "w") as output:
+        ranks = torchrun(options(shards, tmp_path), script=tmp_path / "leaves.py", stdout=output, stderr=output)
+    said = "leaves.py: error: rank 1's train() has ended by sys.exit('diverged') without run.finish(): the log lacks its last line"
+    assert ranks.wait() == 1 and said in text_of(tmp_path / "output").splitlines()
+
+
 def test_an_idea_may_call_main_twice(shards, tmp_path, monkeypatch):
     """For two seeds, say: the second group met the first one's keys in the store, and waited five minutes."""
     twice = "for seed in (0, 1):\n        main([*sys.argv[1:], f'--seed={seed}', f'--run_id=seed{seed}'])"
