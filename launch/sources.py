@@ -104,15 +104,15 @@ class Sources:
         words. What a debugger brings is named by none of them; the packages that we need may lie anywhere."""
         named = {name: imported_names(text) for name, text in texts.items()}
         tops = set().union(*named.values()) - PACKAGES - sys.stdlib_module_names
-        files: dict[str, str] = {}
-        for module, spec in [(name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())]:
-            if (top := module.partition(".")[0]) in tops:
-                files |= {getattr(spec, "origin", None) or "": top}
-        for top in tops - {name.partition(".")[0] for name in list(sys.modules)}:  # imported later, by a function
-            files |= {getattr(PathFinder.find_spec(top), "origin", None) or "": top}
-        for file, top in files.items():
-            if file.endswith(".py") and not self._installed(file) and not self._ours(file):
-                return f"{next(name for name in named if top in named[name])} imports {top} from {file}"
+        for top in sorted(tops):
+            is_loaded, spec = top in sys.modules, getattr(sys.modules.get(top), "__spec__", None)
+            if not is_loaded and not getattr(spec := PathFinder.find_spec(top), "origin", None):  # no module, but a word
+                continue
+            place = next(iter(getattr(spec, "submodule_search_locations", None) or [getattr(spec, "origin", None) or ""]))
+            if not (place.endswith(".py") or os.path.isdir(place)) or self._installed(place) or self._beside(place):
+                continue
+            if not any(Path(place).parent.glob("*.dist-info")):  # as pip's --target leaves
+                return f"{next(name for name in named if top in named[name])} imports {top} from {place}"
         return ""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:

@@ -152,26 +152,32 @@ def test_a_changed_copy_of_our_module_beside_a_script_is_the_one_that_runs(proje
     assert (done.stdout, done.stderr) == (f"{names}\n{['MINE = 1' + chr(10)] * 3}\n", "")
 
 
-@pytest.mark.parametrize("how", ["import mine", "from mine import X", "def late():\n    import mine", "import mine.part as p"])
+@pytest.mark.parametrize("how", ["import mine", "from mine import X", "from spaces.part import X", "def late():\n    import mine", "import mine.part as p"])
 def test_a_module_from_elsewhere_is_refused(project, tmp_path, how):
     """By PYTHONPATH, say: the run's log did not hold it, and two runs by two of its states were of the same sources. What is
     imported by nobody of ours, as a debugger is, and packages are none."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("X = 1\n")
     (tmp_path / "mine" / "part.py").write_text("")
+    (tmp_path / "spaces").mkdir()  # a namespace package
+    (tmp_path / "spaces" / "part.py").write_text("X = 1\n")
     (tmp_path / "debugger.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import debugger\n")
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "package.py").write_text("")
-    script, before = project / "ideas" / "foreign.py", {**os.environ, "PYTHONPATH": f"{tmp_path}:{tmp_path}/site-packages"}
+    (tmp_path / "target" / "other-1.0.dist-info").mkdir(parents=True)  # as pip install --target leaves
+    for file in ("site-packages/package.py", "target/other/__init__.py", "target/other/part.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+    path = f"{tmp_path}:{tmp_path}/site-packages:{tmp_path}/target"
+    script, before = project / "ideas" / "foreign.py", {**os.environ, "PYTHONPATH": path}
     tried = {"": "", "idea": f"{how}\n"}
     for name, statement in tried.items():
         script.write_text(
             f"import sys\nsys.path[1:1] = [{f'{project}'!r}]\nfrom launch.sources import Sources\nSOURCES = Sources(__file__)\n"
-            f"import package\n{statement}assert 'debugger' in sys.modules\nSOURCES.of_run()\n"
+            f"import package, other.part\n{statement}assert 'debugger' in sys.modules\nSOURCES.of_run()\n"
         )
         done = subprocess.run([sys.executable, f"{script}"], capture_output=True, text=True, env=before)
-        said = f"ideas/foreign.py imports mine from {tmp_path}/mine/__init__.py, which no log would hold: move it beside"
+        which = "spaces" if "spaces" in how else "mine"
+        said = f"ideas/foreign.py imports {which} from {tmp_path}/{which}, which no log would hold: move it beside"
         assert (said in done.stderr) if name else not done.stderr, done.stderr
 
 
