@@ -26,12 +26,17 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
     early.add_argument("--script", type=os.path.expanduser, default=__file__)
     sys.path.insert(0, f"{Path(early.parse_known_args()[0].script).resolve().parent}")
 
-from data.encodings import decode, encode
-from data.loader import first_documents
-from launch.console import printable, until_reader_leaves, user_path
-from runtime import checkpoints
-from runtime.ranks import Ranks
-from triton_kernels import softcap
+try:
+    from data.encodings import decode, encode
+    from data.loader import first_documents
+    from launch.console import printable, until_reader_leaves, user_path
+    from runtime import checkpoints
+    from runtime.ranks import Ranks
+    from triton_kernels import softcap
+except ImportError as problem:
+    if __name__ != "__main__" or sys.path[0] == str(Path(__file__).resolve().parent):
+        raise
+    sys.exit(f"sample.py: error: not of one project with the modules beside --script ({problem}): run {sys.path[0]}/sample.py")
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import order_pictures, order_validation, schedule_costs, traces
@@ -63,7 +64,7 @@ def explain(operations: Sequence[Operation], spans: Mapping[str, Span], slack: f
 def advice(tasks: Mapping[str, Task], start: Orders, found: Found, now: float) -> str:
     """What to try next, in words and as lines for train_gpt.py."""
     bound = f"no orders are faster than {milliseconds(found.bound)} ms" + ", and these are as fast" * found.exact
-    gain = (now - found.seconds) / now
+    gain = (now - found.seconds) / now if now else 0.0
     if gain < WORTH:
         return f"Keep the orders: the model finds none that is faster ({bound})."
     head = f"Try next, for {milliseconds(found.seconds)} ms instead of {milliseconds(now)} ({gain:.1%} less; {bound}):"
@@ -120,7 +121,7 @@ def show(args: argparse.Namespace) -> None:
         print(f"\n{explain(step.operations, step.spans, 0.01 * step.seconds)}\n")
         problem = Problem(tasks, channels=step.channels)
         modelled = problem.seconds(step.orders)
-        difference = modelled / took[len(took) // 2] - 1
+        difference = modelled / median(took) - 1 if median(took) else 0.0
         print(f"The model, from this table: {milliseconds(modelled)} ms, {difference:+.1%} from the median.")
         print(advice(tasks, step.orders, search(problem, step.orders), modelled))
         panels.append((f"{kind}, step {step.step}, traced", step.operations, step.spans))
@@ -171,7 +172,7 @@ def spread(problem: Problem) -> tuple[float, float]:
     labels, chance = list(problem.tasks), random.Random(0)
     pick = lambda: tuple(chance.sample(labels, len(labels)))
     took = sorted(problem.seconds(Orders(pick(), pick())) for _ in range(RANDOM_ORDERS))
-    return took[len(took) // 2], took[-1]
+    return median(took), took[-1]
 
 
 def search_kinds(h: Hyperparameters, machine: schedule_costs.Machine, world_size: int) -> dict[str, tuple[Problem, Found]]:
@@ -290,7 +291,7 @@ def scale_table(h: Hyperparameters, machine: schedule_costs.Machine, sizes: Sequ
 
 def search_orders(args: argparse.Namespace, options: list[str]) -> None:
     if args.tasks:
-        return search_file(args.tasks)
+        return search_file(args)
     h = trainer_settings(options, preset="record")
     machine = schedule_costs.read_machine(args.machine)
     ranks = args.ranks or int(machine.ranks_per_node)
@@ -316,9 +317,10 @@ def search_orders(args: argparse.Namespace, options: list[str]) -> None:
     draw(panels, args)
 
 
-def search_file(path: Path) -> None:
+def search_file(args: argparse.Namespace) -> None:
     """Another optimizer's labels: {"tasks": {label: {"reduce", "update", "gather" …}}}, in seconds; its orders as "scatter" and
     "work", if any; "compute_slowdown", "communication_slowdown"."""
+    path = args.tasks
     try:
         found = json.loads(read_regular(path))
         tasks = {label: from_file(Task, row) for label, row in found["tasks"].items()}
@@ -332,6 +334,8 @@ def search_file(path: Path) -> None:
         raise ModelError(f'{path} has no tasks: {error!r}: write {{"tasks": {{label: {{"reduce": seconds, …}}}}}}') from None
     problem = Problem(tasks, slowdown)
     print(advice(tasks, start, search(problem, start), problem.seconds(start)))
+    operations = operations_of(tasks, start)
+    draw([(f"{path.stem}, its orders, predicted", operations, simulate(operations, slowdown))], args)
 
 
 # -----------------------------------------------------------------------------
@@ -403,6 +407,11 @@ def main(argv: list[str] | None = None) -> None:
     args, options = parser.parse_known_args(argv)
     if options and args.command != "search":
         parser.error(f"unrecognized arguments: {' '.join(options)}")
+    if args.command == "search":
+        if args.tasks and (other := [*options, *(f"--{x}" for x in ("ranks", "scale") if getattr(args, x))]):
+            parser.error(f"--tasks has its own times: {other[0]} goes without it")
+        if args.scale and (args.picture or args.chrome):
+            parser.error("--scale is a table: --picture and --chrome go without it")
     try:
         with until_reader_leaves():
             if args.command == "search":

@@ -25,7 +25,7 @@ def gantt(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], 
     figure = Figure(figsize=(13, 0.9 + 1.75 * len(steps)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
-    longest = max(span.end for _, _, spans in steps for span in spans.values())
+    longest = max(span.end for _, _, spans in steps for span in spans.values()) or 1.0
     for panel, (title, operations, spans) in zip(panels, steps):
         for op in operations:
             start, end = spans[op.name]

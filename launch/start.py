@@ -113,8 +113,10 @@ def main(argv: list[str] | None = None) -> None:
             tell(name, f"error: {error}")
         else:
             console(traceback.format_exc().rstrip(), "stderr")
-    except subprocess.CalledProcessError as error:  # the tool that makes the data has said why
-        code = error.returncode
+    except subprocess.CalledProcessError as error:  # the tool that makes the data has said why, unless it was killed
+        code = max(error.returncode, 1)
+        if error.returncode < 0:
+            tell(name, f"error: {Path(error.cmd[-1]).name} was {killed(error.returncode)}: there are no data, nothing was trained")
     except Interrupted as caught:
         (number,) = caught.args
         code = end_early(name, number)
@@ -677,12 +679,19 @@ class Ranks:
         if self.received:
             return 128 + self.received[0]
         if code < 0:
-            why = " (out of memory, or at a limit of time?)" if -code == signal.SIGKILL else ""
-            tell(self.name, f"error: rank {rank} was killed by {signal.Signals(-code).name}{why}: the run has ended")
+            tell(self.name, f"error: rank {rank} was {killed(code)}: the run has ended")
             return 1
         if code > 128:
-            tell(self.name, f"ended by {signal.Signals(code - 128).name}, sent to a rank")
+            known = code - 128 in {*signal.Signals}
+            by = f"ended by {signal.Signals(code - 128).name}, sent to a rank" if known else f"error: rank {rank} ended with code {code}"
+            tell(self.name, by)
         return code
+
+
+def killed(code: int) -> str:
+    """By which signal a process ended, from its negative return code."""
+    why = " (out of memory, or at a limit of time?)" if -code == signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name if -code in {*signal.Signals} else f'signal {-code}'}{why}"
 
 
 def blocks_sigint(pid: int) -> bool:

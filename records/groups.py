@@ -176,7 +176,7 @@ def several_kinds(argument: str, ordered: list[tuple[tuple, list[RunLog]]]) -> s
     return (
         f"{argument}: {len(ordered)} kinds of runs, which share no mean, and which is meant is yours to say (a kind is taken "
         f"for granted if it is more than half of all and the others are single runs):\n" + "\n".join(lines) + "\n"
-        "Name the logs of one kind: a folder of them, or a glob in quotes. --any-source: whatever their sources."
+        "Name the logs of one kind: a folder of them, or a glob in quotes. compare.py has --any-source, for any sources."
     )
 
 

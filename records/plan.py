@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leave
 
 import t_tests
 import tool
-from groups import InputError, gather, on_several_machines
+from groups import InputError, folded, gather, on_several_machines
 from t_tests import MOST_RUNS, POWER, RANGE, P
 
 SIGMA = 0.0014  # of final losses between seeds, in the public speedrun's records
@@ -77,6 +77,8 @@ def main(argv: list[str] | None = None) -> None:
             if not t_tests.sigma(values) > 0:
                 raise InputError(f"{' '.join(options.logs)}: {len(values)} runs give no σ: it takes two that differ")
             options.sigma, between = t_tests.sigma(values), spread_range(values)
+            if group.aside:
+                print("\n".join(["Not counted:", *(f"  {line}" for line in folded(group.aside))]))
         elif options.sigma is None:
             options.sigma = None if options.time else SIGMA
         if not options.sigma or not options.sigma > 0 or not options.difference > 0:

@@ -146,11 +146,11 @@ def step_times(axes, groups: list[Group]) -> None:
     """Milliseconds a step, the mean of a group's runs in bins of steps, with the baseline's stages where its log tells them."""
     drawn = False
     for group, style in styles(groups):
-        lines = [sorted({0: 0.0, **run.times}.items()) for run in group.runs if len(run.times) > 1]
+        lines = [sorted((({} if run.restart else {0: 0.0}) | run.times).items()) for run in group.runs if len(run.times) > 1]
         if not lines:
             continue
-        last = min(line[-1][0] for line in lines)
-        edges = np.linspace(0, last, min(BINS, last, max(map(len, lines)) - 1) + 1)
+        first, last = max(line[0][0] for line in lines), min(line[-1][0] for line in lines)
+        edges = np.linspace(first, last, min(BINS, last - first, max(map(len, lines)) - 1) + 1)
         times = np.mean([np.interp(edges, *zip(*line, strict=True)) for line in lines], axis=0)
         axes.stairs(np.diff(times) / np.diff(edges), edges, linewidth=1.3, baseline=None, **style)
         drawn = True

@@ -198,7 +198,7 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
         own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id=seed{seed}"]
         code = run_to_its_end([*RUN, str(scripts[which]), *options, *own])
         found = read_log(log) if log.exists() else RunLog(log, fault="it left no log")
-        if code > 128:
+        if code - 128 in {*signal.Signals}:
             by = signal.Signals(code - 128).name
             tool.end(f"race.py: {names[which]}, seed {seed}: ended by {by}. The same command goes on from there", code)
         if code or found.fault:
@@ -243,7 +243,8 @@ def main(argv: list[str] | None = None) -> None:
         raise
     except (RaceError, OSError) as error:
         raise SystemExit(f"race.py: error: {error}") from None
-    compare.main([*map(str, folders), f"--target={chosen.target}", *["--pairs"] * (chosen.count > 1 or chosen.compare)])
+    several = min(len([*x.glob("seed*.txt")]) for x in folders) > 1  # perhaps of an earlier race of more runs
+    compare.main([*map(str, folders), f"--target={chosen.target}", *["--pairs"] * (several or chosen.compare)])
 
 
 if __name__ == "__main__":

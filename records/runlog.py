@@ -80,6 +80,7 @@ class RunLog:
     sources: dict[str, bytes] = field(default_factory=dict)  # path from the root: exact bytes; the script first
     environment: str = ""
     times: dict[int, float] = field(default_factory=dict)  # step: ms
+    restart: int = 0  # the step from which on `times` tell, of a clock that was set to 0 there
     validations: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, loss, ms or None)
     total: int | None = None  # steps of the whole run, if the step lines say so
     peak_memory: str = ""
@@ -412,6 +413,8 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
         if back
         else wrong_time(log) or incomplete(log, order, body)
     )
+    if not back:
+        drop_other_clock(log)
 
 
 def read_line(line: bytes, text: bytes, log: RunLog) -> tuple[int, int | None, float | None, float | None] | None:
@@ -444,6 +447,15 @@ def wrong_time(log: RunLog) -> str:
             return f"wrong time: {time:g} ms at step {step}, after {before:g} ms at step {before_step}"
         before, before_step = time, step
     return ""
+
+
+def drop_other_clock(log: RunLog) -> None:
+    """Leave out the times before the last that went back: the clock was set to 0 there, so they tell of no step after it."""
+    told = sorted(log.times.items())
+    restarts = [step for (_, before), (step, time) in pairwise(told) if time < 0.99 * before - 1]
+    if restarts:
+        log.restart = restarts[-1]
+        log.times = {step: time for step, time in log.times.items() if step >= log.restart}
 
 
 def at_step(log: RunLog, step: int) -> RunLog:

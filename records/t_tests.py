@@ -14,6 +14,7 @@ POWER = 0.8  # the chance of reaching it at which a number of runs is enough
 CONFIDENCE = 0.95  # of intervals
 RANGE = 0.8  # of the estimates of a number of runs, whose range is told
 LEAST_RUNS = 5  # below that, σ is too uncertain to say how many runs are enough: by a factor of 3 with 4 runs
+PLAIN = 1000  # t of a difference whose range is not told: the fewest runs show both its ends
 MOST_RUNS = 10_000
 UNSAFE = 1.5  # times P: a true error above that is told
 
@@ -187,8 +188,10 @@ def new_set(size: float, error: float, freedom: float, power: Callable[[int, flo
     def enough(true_size: float) -> int | None:
         return fewest(lambda n: power(n, true_size)) if true_size > 0 else None
 
-    large, small = (float(nctdtrinc(freedom, q, size / error)) * error for q in ((1 - RANGE) / 2, (1 + RANGE) / 2))
-    return Needed(enough(size), enough(large), enough(small))
+    ends = (size, size)  # scipy's function does not return for t of some 1e5
+    if size < PLAIN * error:
+        ends = (float(nctdtrinc(freedom, q, size / error)) * error for q in ((1 - RANGE) / 2, (1 + RANGE) / 2))
+    return Needed(*map(enough, (size, *ends)))
 
 
 def new_set_different(a: list[float], b: list[float]) -> Needed | None:

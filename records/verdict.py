@@ -241,7 +241,8 @@ def tested(row: dict, what: str, words: tuple[str, str, str], digits: int, unit:
     word, size = words[difference > 0], f"by {abs(difference):.{digits}f}{unit}{share}"
     if math.isnan(p):
         why = "it takes two runs of each at least" if row["fewest"] < 2 else "the runs do not differ at all (one seed?)"
-        return f"{f'{word} {size}' if difference else f'the same {what}'}, but no test: {why}"
+        same = f"the same {'time' if what == 'equal' else what}"
+        return f"{f'{word} {size}' if difference else same}, but no test: {why}"
     tail = f"p = {figure(p)}{f' (Holm, {ideas} ideas)' if ideas > 1 else ''}{', in pairs' if row['pairs'] else ''}"
     low, high = row[f"{what}_low"], row[f"{what}_high"]
     if p < P:

@@ -186,8 +186,8 @@ def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> No
     """Raise CheckpointError, naming them, if the checkpoint's parameters are not those of these labels."""
     held = {name.partition(".parameters.")[2] for name, _ in leaves(saved) if name.startswith("state.same.parameters.")}
     more, less = (", ".join(sorted(x)) or "nothing else" for x in (held - {*labels}, {*labels} - held))
-    fault = f"its model is another recipe's: it holds {more}, this script wants {less}: use the sources that trained it"
-    raise_if(path, [f"{fault} (by sample.py's --script, or extract.py from its log)"] if held and held != {*labels} else [])
+    fault = f"its model is another recipe's: it holds {more}, this script wants {less}: use its own sources (by extract.py"
+    raise_if(path, [f"{fault} from its log), for text the sample.py beside them"] if held and held != {*labels} else [])
 
 
 def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[str, str], manager: Any) -> None:

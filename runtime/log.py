@@ -38,23 +38,23 @@ def same_run(path: Path, log: dict[str, str]) -> tuple[str, str] | None:
 
 class Log:
     """A file on the first rank, nothing on the others. The console sees what is asked to; a terminal one live line.
-    A resumed run goes on in its log, cut where the checkpoint was made, with a note in the header. Lines that the disk does not
+    A resumed run's first line cuts its log where the checkpoint was made, with a note in the header. Lines that the disk does not
     take wait for the next try; told once, and the run goes on. A file that is deleted, replaced or changed is made again."""
 
     def __init__(self, ranks: Ranks, path: Path, header: str, resumed: dict[str, str] | None = None):
         """header: see log_header; resumed: a checkpoint's log, `header` then being the note. Raises OSError or ValueError."""
         self.quiet, self.live = not ranks.first, ranks.first and sys.stdout.isatty()
         self.path, self.header, self.lines, self.unwritten, self.warned = path, header, [], b"", False
-        if self.quiet:
-            return
-        if resumed:
+        self.place, self.size = (), 0  # of the file that this process has written: none yet
+        if resumed and not self.quiet:
             if not (parts := same_run(path, resumed)):
                 raise ValueError(f"{path} is not the log of the checkpoint's run: move it, or give another --run_id")
             self.header, self.lines = "\n".join([parts[0], RULE, parts[1], header, RULE]), [resumed["lines"]]
-        try:
-            self._write_all()
-        except OSError as error:
-            raise OSError(f"{path}: {error.strerror or error}") from error
+        elif not self.quiet:
+            try:
+                self._write_all()
+            except OSError as error:
+                raise OSError(f"{path}: {error.strerror or error}") from error
 
     def write(self, text: str, console: bool = False) -> None:  # a line of the log
         if self.quiet:
@@ -104,7 +104,7 @@ class Log:
         if not self.quiet:
             with suppress(OSError):  # lines that wait are shown below
                 self._put(compare=True)
-            self.file.close()
+                self.file.close()
         if self.unwritten:
             self.show(f"{self.path} lacks its last {len(self.unwritten)} bytes:\n{self.unwritten.decode(errors='replace')}")
 

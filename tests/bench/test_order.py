@@ -503,3 +503,24 @@ def test_the_readme_shows_what_the_search_prints() -> None:
     """The first table, whose figures follow from train_gpt.py and bench/machines/8xh100.json alone."""
     found = order.search_kinds(Hyperparameters(), schedule_costs.read_machine("8xh100"), 8)
     assert order.kinds_table(found) in (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_step_of_no_length_is_drawn_and_advised_upon(tmp_path, capsys):
+    (tmp_path / "tasks.json").write_text('{"tasks": {"a": {"reduce": 0, "update": 0}, "b": {"reduce": 0, "update": 0}}}')
+    picture = tmp_path / "step.png"
+    order.main(["search", f"--tasks={tmp_path}/tasks.json", f"--picture={picture}"])
+    assert "Keep the orders" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks=tasks.json", "--nonsense=3"], "--nonsense=3 goes without it"),
+        (["--tasks=tasks.json", "--scale=8,16"], "--scale goes without it"),
+        (["--scale=8,16", "--picture=p.png"], "--picture and --chrome go without it"),
+    ],
+)
+def test_search_refuses_what_it_would_not_use(arguments, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        order.main(["search", *arguments])
+    assert left.value.code == 2 and said in capsys.readouterr().err

@@ -5,7 +5,6 @@ import re
 import resource
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -14,8 +13,9 @@ from common import ends_with, exit_code, forked, lines_of, options, text_of, une
 from launch.sources import check_unused
 from runtime import checkpoints
 from runtime.checkpoints import CheckpointError, find_checkpoint, read_checkpoint, write_checkpoint
-from runtime.log import RULE
+from runtime.log import RULE, same_run
 from runtime.options import is_plain_name
+from runtime.run import Run
 from train_gpt import TrainingManager, main
 
 END = "step_000008.pt"
@@ -163,17 +163,34 @@ def test_latest_goes_on_from_where_the_run_went_on(good, shards, tmp_path, capsy
     assert unequal(found["state"], expected["state"]) == []
 
 
-def test_latest_keeps_to_a_course_that_has_just_been_chosen(good, shards, tmp_path, capsys, monkeypatch):
-    """A run resumed from step 2 is ended before its first step: its log is cut there, so steps 3 to 8 are not its own."""
+@pytest.mark.parametrize(("note", "kept"), [("", True), ("resumed\n", False)])
+def test_a_log_with_fewer_lines_is_of_the_same_course_unless_that_went_on_from_an_earlier_step(tmp_path, note, kept):
+    """A machine that went down left less; a resumption left a note. Its steps may have taken the same milliseconds."""
+    (path := tmp_path / "run.txt").write_text(f"source\n{RULE}\nPython\n{note}{RULE}\nstep:1\n")
+    saved = {"header": f"source\n{RULE}\nPython\n{RULE}", "lines": "step:1\nstep:2\n"}
+    assert same_run(path, saved) == (("source", "Python") if kept else None)
+
+
+def at_once(*_) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_latest_keeps_to_a_course_from_its_first_step_on(good, shards, tmp_path, capsys, no_warm_up, monkeypatch, steps):
+    """A run resumed from step 2 is ended after so many steps: the first cuts its log, so steps 3 to 8 are no longer its own."""
     shutil.copytree(good, tmp_path / "logs")
     arguments = options(shards, tmp_path, save_every=1, keep_checkpoints=99)
+    before = (tmp_path / "logs" / "run.txt").read_bytes()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_gpt, "warm_up", Mock(side_effect=KeyboardInterrupt))
+        if steps:
+            patch.setattr(Run, "must_pause", lambda run, step: step > 2 and at_once())
+        else:
+            patch.setattr(train_gpt, "warm_up", at_once)
         main([*arguments, f"--resume={tmp_path}/logs/run/step_000002.pt"])
-    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)
+    assert ((tmp_path / "logs" / "run.txt").read_bytes() == before) == (steps == 0)
     capsys.readouterr()
     main([*arguments, "--resume=latest"])
-    assert "resumed at step 2 from" in capsys.readouterr().out
+    assert f"resumed at step {2 if steps else 8} from" in capsys.readouterr().out
 
 
 def test_a_run_that_saves_while_its_latest_is_read_is_not_cut_back(good, shards, tmp_path, capsys, no_warm_up, monkeypatch):

@@ -692,11 +692,14 @@ LOSSES = {
 @pytest.mark.parametrize("case", LOSSES)
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_log_that_is_lost_is_written_again_from_memory(tmp_path, case, resumed):
-    """Whole, with the next line; also a line that comes later, after a second loss."""
+    """Whole, with the next line; also a line that comes later, after a second loss. A resumed run's is there from its first line."""
     path, text = tmp_path / "logs" / "run.txt", f"source\n{'=' * 100}\nPython\n{'=' * 100}\n"
     saved = {"header": text.removesuffix("\n"), "lines": "step:1\nstep:2\n"} if resumed else None
     log = Log(ONE, path, "note" if resumed else text.removesuffix("\n"), saved)
     expected = f"source\n{'=' * 100}\nPython\nnote\n{'=' * 100}\nstep:1\nstep:2\n" if resumed else text
+    if resumed:
+        log.write("step:3")
+        expected += "step:3\n"
     for line in ("a", "b", "c"):
         if line != "b":
             LOSSES[case](path)
@@ -745,3 +748,14 @@ def test_a_log_without_room_at_the_start_is_named_and_leaves_nothing(shards, tmp
     assert exit_code(forked(work, tmp_path / "output")) == 1
     assert re.search(rf"error: {tmp_path}/logs/run.txt: File too large\n", text_of(tmp_path / "output"))
     assert os.listdir(tmp_path / "logs") == []
+
+
+def test_a_resumption_that_makes_no_step_leaves_the_log_as_it_was(tmp_path):
+    header, later = f"source\n{'=' * 100}\nPython\n{'=' * 100}", "step:3\nstep:4\n"
+    path = tmp_path / "run.txt"
+    path.write_text(before := f"{header}\nstep:1\nstep:2\n{later}")
+    log = Log(ONE, path, "note", {"header": header, "lines": "step:1\nstep:2\n"})
+    assert path.read_text() == before
+    log.write("step:3")
+    log.close()
+    assert path.read_text() == f"source\n{'=' * 100}\nPython\nnote\n{'=' * 100}\nstep:1\nstep:2\nstep:3\n"

@@ -1204,3 +1204,18 @@ def test_a_run_listens_on_the_loopback_alone_and_a_killed_rank_is_one_line(shard
         launcher.kill()
     said = [line for line in text_of(output).splitlines() if ": error: " in line or "SIG" in line or "Traceback" in line]
     assert said == [f"{SCRIPT.name}: error: rank 1 was killed by SIGKILL (out of memory, or at a limit of time?): the run has ended"]
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, r"SIGKILL \(out of memory, or at a limit of time\?\)"), (64, "SIG")])
+def test_a_data_tool_that_is_killed_is_told(number, name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "maker.py").write_text(f"import os; os.kill(os.getpid(), {int(number)})")
+    monkeypatch.setattr(launcher, "load", lambda _: launcher.make_data(f"{tmp_path}/maker.py"))
+    with pytest.raises(SystemExit) as left:
+        launcher.main([])
+    assert left.value.code == 1
+    assert re.search(f"error: maker.py was killed by {name}.*: there are no data", capsys.readouterr().err)
+
+
+def test_a_rank_that_ends_with_a_code_that_is_no_signals_is_told(capsys):
+    ranks = launcher.Ranks(1, [sys.executable, "-c", "import sys; sys.exit(255)"], "script.py")
+    assert ranks.wait() == 255 and "script.py: error: rank 0 ended with code 255" in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_the_records_source_trains_and_its_checkpoint_is_not_taken_here(
     checkpoint = tmp_path / "logs" / "run" / "step_000008.pt"
     message = (
         "step_000008.pt cannot be resumed: its model is another recipe's: it holds ve0, ve1, ve2, "
-        "this script wants bigram_embed, value_embeds: use the sources that trained it"
+        "this script wants bigram_embed, value_embeds: use its own sources"
     )
     ends_with(capsys, options(shards, tmp_path, resume=checkpoint), message, code=1)
     with pytest.raises(ValueError, match=message):

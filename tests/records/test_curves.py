@@ -196,6 +196,14 @@ def test_steps_without_times_are_passed_over(tmp_path):
     ]
 
 
+def test_the_times_before_a_clock_was_set_to_0_count_nowhere():
+    """As the public speedrun's script did after its first 10 steps, some seconds each, of which the rest were told."""
+    lines = [f"step:{step}/40 train_time:{3000 * step if step < 10 else 100 * (step - 10)}ms step_avg:1ms" for step in range(1, 41)]
+    run = parse_log(make_log(lines="\n".join([*lines, "step:40/40 val_loss:3.27 train_time:3000ms step_avg:1ms\n"])))
+    assert (run.fault, run.restart, min(run.times)) == ("", 10, 10)
+    assert {curves.pace(run, start, end) for _, start, end in curves.parts(run)} == {100}
+
+
 def test_write_runs_fall_by_a_tenth_a_step(tmp_path):
     a, b = (
         gather(name, write_runs(tmp_path / name, [80, 88, 84], losses)) for name, losses in (("a", [3.4] * 3), ("b", [3.2] * 3))

@@ -77,6 +77,10 @@ def test_runs_alternate_and_are_compared_in_pairs(track, tmp_path, capfd):
     track("--", "--val_every=0")
     track("--compare")
     assert len(calls(tmp_path)) == 6
+    capfd.readouterr()
+    scripts = (f"{tmp_path}/{name}.py" for name in ("before", "after"))
+    race.main([*scripts, "1", f"--logs={tmp_path / 'logs'}", "--", "--val_every=0"])
+    assert len(calls(tmp_path)) == 6 and "in pairs" in capfd.readouterr().out  # of all that are there
 
 
 def test_it_goes_on_where_it_ended(track, tmp_path, capfd):
@@ -306,3 +310,13 @@ def test_options_that_are_the_races_own_are_refused(track, more):
 def test_scripts_of_one_name_have_two_folders(tmp_path):
     assert race.names_of([tmp_path / "a" / "idea.py", tmp_path / "b" / "idea.py"]) == ["a-idea", "b-idea"]
     assert tool.ROOT == ROOT and race.RUN[0] == str(ROOT / "run.sh")
+
+
+def test_a_run_that_ends_with_a_code_that_is_no_signals_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(race, "RUN", [sys.executable, "-c", "import sys; sys.exit(255)"])
+    scripts = [tmp_path / "a.py", tmp_path / "b.py"]
+    for script in scripts:
+        script.write_text("")
+    monkeypatch.setattr(race, "conditions", lambda *_: {})
+    with pytest.raises(race.RaceError, match="a, seed 0: ended with code 255"):
+        race.race(scripts, 1, tmp_path / "logs", [])

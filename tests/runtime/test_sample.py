@@ -179,6 +179,18 @@ def test_a_script_finds_the_modules_beside_it(logs, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("its own attention\nabc⟫"), done
 
 
+def test_modules_of_other_sources_beside_a_script_are_told(logs, tmp_path):
+    """As of an older record's sources, whose own sample.py is the one to run."""
+    (tmp_path / "launch").mkdir()
+    for name in ("__init__.py", "console.py"):
+        (tmp_path / "launch" / name).write_text("")
+    (tmp_path / "train_gpt.py").write_text(SCRIPT.read_text())
+    command = [sys.executable, ROOT / "sample.py", logs / "run" / "step_000008.pt", "abc"]
+    done = subprocess.run([*command, "--script", tmp_path / "train_gpt.py"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done
+    assert done.stderr.startswith("sample.py: error: not of one project") and done.stderr.endswith(f"run {tmp_path}/sample.py\n")
+
+
 def test_a_reader_that_has_enough_is_no_fault(logs):
     checkpoint = logs / "run" / "step_000008.pt"
     line = shlex.join([sys.executable, f"{ROOT / 'sample.py'}", f"{checkpoint}", "abc", "--tokens=2", f"--script={SCRIPT}"])
