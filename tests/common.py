@@ -4,6 +4,7 @@
 """
 
 import datetime
+import gc
 import importlib.util
 import os
 import re
@@ -259,6 +260,7 @@ def become_new(stdout: Any, stderr: Any, env: dict[str, str] | None) -> None:
         if given is not None:
             file = os.open(os.devnull, os.O_WRONLY) if given == subprocess.DEVNULL else given
             os.dup2(file if isinstance(file, int) else file.fileno(), number)
+    gc.freeze()  # collected here, the garbage of earlier tests would close its files' numbers again, which name other files by then
     os.closerange(3, 256)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, errors="backslashreplace", closefd=False) for number in (1, 2))
     signal.set_wakeup_fd(-1)

@@ -1,5 +1,6 @@
 """Ranks find each other or say why not, and agree on what they found; a rank never waits for one that has left."""
 
+import gc
 import math
 import os
 import re
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import common
 import train_gpt
-from common import ROOT, SCRIPT, children, lines_of, options, text_of, tiny_settings, torchrun, wait_until
+from common import ROOT, SCRIPT, Forked, children, lines_of, options, text_of, tiny_settings, torchrun, wait_until
 from data.shards import read_shard, write_shard
 from launch.console import AgreedError, RunError
 from runtime import ranks as runtime_ranks
@@ -217,6 +218,30 @@ def test_a_rank_that_leaves_alone_says_so(shards, tmp_path, monkeypatch):
         ranks = torchrun(options(shards, tmp_path), script=tmp_path / "leaves.py", stdout=output, stderr=output)
     said = "leaves.py: error: rank 1's train() has ended by sys.exit('diverged') without run.finish(): the log lacks its last line"
     assert ranks.wait() == 1 and said in text_of(tmp_path / "output").splitlines()
+
+
+def test_what_earlier_tests_left_closes_no_file_of_a_fork(tmp_path):
+    """Open files in reference cycles, which a fork inherits: its collector must not close what has their numbers there."""
+
+    class Left:
+        def __init__(self):
+            self.myself, self.file = self, open(os.devnull)
+
+    def stat_its_own() -> None:
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(60)]
+        gc.collect()
+        for file in files:
+            os.fstat(file)
+
+    left = [Left() for _ in range(30)]
+    gc.disable()
+    try:
+        del left
+        with open(tmp_path / "output", "w") as output:
+            fork = Forked(stat_its_own, stdout=output, stderr=output)
+    finally:
+        gc.enable()
+    assert (fork.wait(), text_of(tmp_path / "output")) == (0, "")
 
 
 def test_an_idea_may_call_main_twice(shards, tmp_path, monkeypatch):
