@@ -7,4 +7,4 @@ set -euo pipefail
 [[ -d ${PWD-} ]] || { echo "run.sh: error: the current folder is gone or may not be searched: change into another" >&2; exit 1; }
 root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 python=$(command -v python3 || command -v python) || { echo "run.sh: error: no python3 on the PATH" >&2; exit 1; }
-exec "$python" "$root/launch/environment.py" "$root/requirements.txt" --then "$root/launch/start.py" "$@"
+exec "$python" "$root/launch/environment.py" --for=run.sh "$root/requirements.txt" --then "$root/launch/start.py" "$@"

@@ -14,29 +14,37 @@ import argparse
 import importlib.util
 import math
 import os
+import stat
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
     early = argparse.ArgumentParser(add_help=False)
-    early.add_argument("--script", type=os.path.expanduser, default=__file__)
-    sys.path.insert(0, f"{Path(early.parse_known_args()[0].script).resolve().parent}")
+    early.add_argument("--script", nargs="?", type=os.path.expanduser, const=__file__, default=__file__)  # --script=-- is none
+    sys.path.insert(0, os.path.dirname(os.path.realpath(early.parse_known_args()[0].script)))
 
 try:
+    # Before PyTorch, whose threads launch tells how to wait.
+    from launch.console import Parser, not_empty, printable, until_reader_leaves, user_path
+
     from data.encodings import decode, encode
     from data.loader import first_documents
-    from launch.console import printable, until_reader_leaves, user_path
     from runtime import checkpoints
     from runtime.ranks import Ranks
     from triton_kernels import softcap
 except ImportError as problem:
+    if __name__ == "__main__" and isinstance(problem, ModuleNotFoundError) and problem.name in ("numpy", "torch"):
+        # As run.sh does: an import would put environment.py into every log.
+        root = os.path.dirname(os.path.realpath(__file__))
+        command = [f"{root}/launch/environment.py", "--for=sample.py", f"{root}/requirements.txt", "--then", *sys.argv]
+        os.execv(sys.executable, [sys.executable, *command])
     if __name__ != "__main__" or sys.path[0] == str(Path(__file__).resolve().parent):
         raise
     sys.exit(f"sample.py: error: not of one project with the modules beside --script ({problem}): run {sys.path[0]}/sample.py")
+
+import torch
 
 
 @torch.no_grad()
@@ -101,7 +109,9 @@ def other_sources(trainer: ModuleType, saved: dict[str, str]) -> str:
 def sample(
     trainer: ModuleType, path: str, prompt: str, tokens: int, temperature: float, nucleus: float = 1.0, log_dir: str | Path = "logs"
 ) -> str:  # fmt: skip
-    """What the model writes after the prompt. Raises CheckpointError (a ValueError) if the file does not serve."""
+    """What the model writes after the prompt. Raises CheckpointError (a ValueError) if the file does not serve, OSError."""
+    if path == checkpoints.LATEST and os.path.isdir(log_dir):
+        os.listdir(log_dir)  # one that may not be read would be taken for an empty one
     place, saved = checkpoints.find_checkpoint(path, log_dir)
     defaults = vars(trainer.Hyperparameters())
     settings = saved.get("hyperparameters")
@@ -133,8 +143,9 @@ def sample(
 
 def main(argv: list[str] | None = None) -> None:
     """Print prompt and text, control characters as escapes. Raises SystemExit, code 1 or 2, after a message on stderr."""
-    parser = argparse.ArgumentParser(description="Text from a checkpoint.")
-    parser.add_argument("checkpoint", help="a file, or 'latest': the newest of all runs in --log_dir")
+    parser = Parser(description="Text from a checkpoint.")
+    known = "a file, or 'latest'"
+    parser.add_argument("checkpoint", type=not_empty(known), help=f"{known}: the newest of all runs in --log_dir")
     parser.add_argument("prompt", help="how the document begins; may be empty")
     parser.add_argument("--tokens", type=int, default=200, help="to write (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="above 0: near it the likeliest, 1 as trained (0.8)")
@@ -147,8 +158,12 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--tokens and --temperature must be positive and finite")
     if not 0 < args.nucleus <= 1:
         parser.error("--nucleus must be above 0 and at most 1")
-    if not args.script.is_file():
-        parser.error(f"--script={args.script}: {'is no file' if args.script.exists() else 'no such file'}")
+    try:
+        if not stat.S_ISREG(args.script.stat().st_mode):
+            parser.error(f"--script={args.script}: is no file")
+        args.script.open("rb").close()
+    except OSError as error:
+        parser.error(f"--script={args.script}: {error.strerror}")
     if args.script.suffix != ".py" or not hasattr(trainer := load_script(args.script), "Hyperparameters"):
         parser.error(f"--script={args.script}: is no training script, such as train_gpt.py")
     try:

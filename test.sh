@@ -5,6 +5,7 @@ set -euo pipefail
 [[ -d ${PWD-} ]] || { echo "test.sh: error: the current folder is gone or may not be searched: change into another" >&2; exit 1; }
 stands=$PWD
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
+[[ -n ${SCRIPT-none} ]] || { echo "test.sh: error: SCRIPT is empty: unset it, or name a script (is a shell variable not set?)" >&2; exit 1; }
 if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else in the project
     for path in "$SCRIPT" "$stands/$SCRIPT" "$PWD/$SCRIPT"; do [[ $path == /* && -f $path ]] && break; done
     [[ -f $path ]] || { echo "test.sh: error: no such script: SCRIPT=$SCRIPT, in $stands or $PWD" >&2; exit 1; }
@@ -12,7 +13,7 @@ if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else 
     (($#)) || set -- tests/recipe
 fi
 python=$(command -v python3 || command -v python) || { echo "test.sh: error: no python3 on the PATH" >&2; exit 1; }
-python=$("$python" launch/environment.py requirements.txt records/requirements.txt tests/requirements.txt)
+python=$("$python" launch/environment.py --for=test.sh requirements.txt records/requirements.txt tests/requirements.txt)
 # Files of tests side by side, one more than cores, as some wait for processes, and the slow ones not last; one after the other
 # where they would share a GPU.
 workers=$("$python" -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, 1 + len(os.sched_getaffinity(0))))')

@@ -133,7 +133,7 @@ class Hyperparameters:
         check_values(self)
         check_tables()
         check_encoding(self.encoding)
-        steps_of(self.trace_steps)
+        traced, total = steps_of(self.trace_steps), self.total_iterations
         m, unit, longest, vocab = self.micro_batches, self.batch_unit, self.max_tokens, self.vocab_size
         stages = enumerate((*STAGES, EXTENSION), 1)
         sizes = {f"batch_unit={unit} (stage {i})": stage.batch * unit for i, stage in stages}
@@ -141,7 +141,8 @@ class Hyperparameters:
         uneven = [f"--{name}: {tokens} tokens do not" for name, tokens in sizes.items() if tokens % (16 * m)]
         multiple = f"use a multiple of {world_size}, or start another number of ranks"
         raise_first(
-            (self.total_iterations > 10**6, f"{self.total_iterations} steps: a million is the most"),
+            (total > 10**6, f"{total} steps: a million is the most"),
+            (traced and traced.start >= total, f"--trace_steps={self.trace_steps}: the last step is {total - 1}"),
             (m % world_size, f"--micro_batches={m} cannot be shared by {world_size} ranks: {multiple}"),
             (uneven, f"{''.join(uneven[:1])} divide into {m} micro-batches of a multiple of 16 tokens "
                      f"(FP8 products need that): change it or --micro_batches"),
@@ -971,10 +972,11 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def split_tied(self) -> None:
         """End the tie: a tied parameter goes on alone from the other's state, transposed and sharded anew.
-        Only from what both rules have: other state starts as it is."""
+        Only from what both rules have, and if all of it has the parameters' shapes: else its own starts as it is."""
         for label, other in ((label, row.tied_to) for label, row in self.table.items() if row.tied_to):
-            own = self.state[label]
-            for name, value in [(name, x) for name, x in self.state[other].items() if name in own]:
+            own, fits = self.state[label], lambda x, at: not torch.is_tensor(x) or x.shape[1:] == self.params[at].shape[1:]
+            shared = [(name, x) for name, x in self.state[other].items() if name in own]
+            for name, value in shared if all(fits(x, other) and fits(own[name], label) for name, x in shared) else ():
                 if isinstance(value, Tensor):
                     if value.shape != self.params[other].shape:
                         value, shard = value.new_empty(self.params[other].shape), value
@@ -1116,14 +1118,14 @@ class TrainingManager:
         state = self._arrange(self.optimizer.state, self.optimizer.gradients())
         return map_tensors(lambda x: x.detach().to("cpu", copy=True), state)
 
-    def layout(self, step: int) -> dict[str, Any]:
-        """What the state of all ranks together is at the start of `step`: shapes and dtypes alone."""
-        optimizer, left = self.optimizer, step > 0 and not step_schedule(step - 1, self.h).do_adam
+    def layout(self, step: int | None) -> dict[str, Any]:
+        """What the state of all ranks together is at the start of `step`: shapes and dtypes alone. None: all gradients pend."""
+        optimizer, left = self.optimizer, step is None or step > 0 and not step_schedule(step - 1, self.h).do_adam
         whole, pending = {}, {}
         for label, param in optimizer.params.items():
             n, like = optimizer.num_rows(label), optimizer.wide_grads.get(label, param.data)
             whole[label] = map_tensors(lambda x: x.new_empty(n, *x.shape[1:], device="meta"), optimizer.state[label])
-            if left and not optimizer.table[label].every_step:
+            if step is None or left and not optimizer.table[label].every_step:
                 pending[label] = like.new_empty(param.shape, device="meta")
         return self._arrange(whole, pending)
 
@@ -1209,7 +1211,7 @@ def micro_batches(h: Hyperparameters, ranks: Ranks, training: bool, first_step: 
 
 def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None:
     """Run each shape from first_step on, or the first alone if nothing compiles; then restore the state."""
-    model, optimizer, h = manager.model, manager.optimizer, manager.h
+    model, h = manager.model, manager.h
     last_step = h.total_iterations if h.compile or ranks.device.type == "cuda" else first_step
     sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
     saved, seen = manager.state_dict(), set()
@@ -1228,12 +1230,11 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
                 loss = model(*batch, manager.forward_schedule())
             if training:
                 loss.backward()
-    for do_adam, then_split in ((False, False), (True, True), (True, False)):
+    split = manager.split_step  # updates with and without Adam, tied, at the split, after it
+    for step in sorted({*range(4), *range(split, split + 4)}):
         for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-        optimizer.step(do_adam)
-        if then_split:
-            optimizer.split_tied()
+            param.grad = torch.ones_like(param)  # so that weights move, and averages of them
+        manager.step_optimizers(step)
     manager.tails.after_step(h.total_iterations - 1)
     manager.load_state_dict(saved)
     manager.advance_schedule(0)

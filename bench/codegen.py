@@ -11,8 +11,8 @@ launch is counted: bytes and instructions of each kernel it wrote, operations of
 that launches. A kernel's predicted time is the longest of its bytes, its instructions and 2.5 µs; a product's that of its
 operations at a rate (RATES). Kernels are grouped by the functions and lines of the script that they come from.
 
-What it is good for: differences between two scripts. On public record 61 the same method came out 4 to 9 % above the measured
-steps; single groups may be off by 30 %. It knows nothing of caches, clocks, or what runs side by side.
+What it is good for: differences between two scripts. By hand, on the source of public record 61, the method came out 4 to 9 %
+above the measured steps; single groups may be off by 30 %. It knows nothing of caches, clocks, or what runs side by side.
 
 It wants g++, and the requirements of the trainer; the PyTorch may be built with CUDA or without, the code is the same. Kernels
 are compiled by the Triton at hand, the one that PyTorch's CUDA builds pin if the figures are to be those of a GPU (README).
@@ -34,10 +34,17 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "torch", "triton")
+
 
 from bench import fake_gpu
-from data.shards import whole_file
-from launch.console import ended_by_signals, run_to_end, until_reader_leaves, user_path
+from data.shards import plain_json, whole_file
+from launch.console import (
+    Parser, ended_by_signals, numbers_between, output_file, printable, run_to_end, until_reader_leaves, user_path,
+)
 
 # -----------------------------------------------------------------------------
 # An H100, as kernels find it: limits that they reach, not those of the data sheet
@@ -488,31 +495,35 @@ def update_table(found: list[dict], world_sizes: list[int]) -> str:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench/codegen.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    numbers = lambda text: [int(number) for number in text.split(",")]
+    parser = Parser(prog="bench/codegen.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="a copy of train_gpt.py")
     parser.add_argument("--against", type=user_path, help="another script, to be shown beside the first")
-    parser.add_argument("--tokens", type=numbers, default=[16384], help="of a micro-batch; the stages': 16384,32768,49152")
+    parser.add_argument("--tokens", type=numbers_between(1, 2**24), default=[16384], help="of a micro-batch: 16384,32768,49152")
     parser.add_argument("--eval", action="store_true", help="the forward pass of a validation, in place of training")
     parser.add_argument("--optimizer", action="store_true", help="the updates too, and a step on several GPUs")
-    parser.add_argument("--world_size", type=numbers, default=[8], help="ranks whose updates are compiled, as 1,2,4,8")
+    parser.add_argument("--world_size", type=numbers_between(1, 2**16), default=[8], help="ranks of the updates, as 1,2,4,8")
     parser.add_argument("--attention", choices=("FA2", "FA3"), default="FA3", help="FlashAttention of the tables")
     parser.add_argument("--saved", action="store_true", help="only the bytes saved for backward: a fraction of the time")
     parser.add_argument("--kernels", action="store_true", help="every kernel, the longest first")
-    parser.add_argument("--output", type=user_path, help="JSON of everything that was counted")
+    parser.add_argument("--output", type=output_file, help="JSON of everything that was counted")
     parser.add_argument("--save-code", type=user_path, metavar="FOLDER", help="where to put the generated code")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the process that has the fake GPU: where its result goes
     return parser.parse_args(argv)
 
 
-def run_child(script: Path, options: argparse.Namespace) -> dict:
-    """measure() in a process of its own: a fake GPU and a script's modules are for good. Raises ScriptError."""
+def known(script: Path, options: argparse.Namespace) -> dict | None:
+    """What has been counted, of a .json; None of a script. Raises ScriptError for what is neither."""
     if not script.is_file():
-        raise ScriptError(f"there is no script {script}")
+        raise ScriptError(printable(f"there is no script {script}"))
     if script.suffix == ".json":
         return counted_before(script, options)
+    if script.suffix != ".py":
+        raise ScriptError(f"{script} is no script (.py), nor what --output has written (.json)")
+    return None
+
+
+def run_child(script: Path, options: argparse.Namespace) -> dict:
+    """measure() in a process of its own: a fake GPU and a script's modules are for good. Raises ScriptError."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "found.json")
         command = [sys.executable, __file__, str(script), f"--child={result}", f"--tokens={','.join(map(str, options.tokens))}"]
@@ -531,7 +542,9 @@ def run_child(script: Path, options: argparse.Namespace) -> dict:
 def counted_before(path: Path, options: argparse.Namespace) -> dict:
     """What an earlier call's --output holds. Raises ScriptError unless it counted what these options ask for."""
     try:
-        found = json.loads(path.read_bytes())[0]
+        found = plain_json(path.read_bytes())[0]
+        if not all({"phase", "saved", "kernels"} <= {*graph} for graphs in found["passes"].values() for graph in graphs):
+            raise ValueError
         passes, updates = ({int(number) for number in found[part]} for part in ("passes", "updates"))
         wrong = ["--eval"] * (found["eval"] != options.eval) + ["--saved"] * (found["saved"] and not options.saved)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
@@ -567,7 +580,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if options.output:  # before minutes of compiling
             tempfile.TemporaryFile(dir=options.output.parent).close()
-        found = [run_child(script, options) for script in scripts]
+        before = {script: known(script, options) for script in scripts}  # all, before minutes of compiling one
+        found = [before[script] or run_child(script, options) for script in scripts]
         made = [f"PyTorch {one['torch']}, Triton {one['triton']}" for one in found]
         if len({*made}) > 1:
             raise ScriptError(f"{scripts[0]} was counted by {made[0]}, {scripts[1]} by {made[1]}: kernels of two compilers")

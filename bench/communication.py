@@ -7,7 +7,6 @@ tests/recipe/test_ranks.py compares the two, call by call. Bytes are those that 
 algorithm: (W−1)/W of the tensor for a reduce-scatter or an all-gather, twice that for an all-reduce.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,14 +14,20 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "torch")
+
+from launch.console import Parser, numbers_between, until_reader_leaves  # before PyTorch: launch tells its threads how to wait
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt
 from bench.settings import model_of, trainer_settings
-from launch.console import until_reader_leaves
 from tail_averages import TAIL_TABLE, Tail, initial_averages
 from train_gpt import WORK_ORDER, Hyperparameters, NorMuon, ParamConfig, param_table
 
@@ -215,17 +220,9 @@ def memory_table(parameters: dict[str, Parameter], h: Hyperparameters, world_siz
     return markdown(["MB of state on a rank", *(f"W = {W}" for W in world_sizes)], rows)
 
 
-def numbers(text: str) -> list[int]:
-    """2,4,8 as numbers of ranks. Raises ValueError."""
-    found = [int(W) for W in text.split(",")]
-    if min(found) < 1:
-        raise ValueError(text)
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world_sizes", type=numbers, default=[2, 4, 8, 16])
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world_sizes", type=numbers_between(1, 2**16), default=[2, 4, 8, 16])
     args, options = parser.parse_known_args()
     h, world_sizes = trainer_settings(options, preset="record"), args.world_sizes
     parameters = model_parameters(h)

@@ -18,17 +18,23 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "torch")
+
+from launch.console import until_reader_leaves  # before PyTorch, whose threads launch tells how to wait
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.communication import markdown
-from bench.settings import trainer_settings
+from bench.settings import refused_in_a_line, trainer_settings
 from cpu import use_cpu
 from data.loader import synthetic_batch, to_device
-from launch.console import until_reader_leaves
 from runtime.ranks import join_ranks
 from train_gpt import TrainingManager, build, step_schedule
 
@@ -151,15 +157,14 @@ def table(watches: list[Timed], whole: float) -> Iterator[list[Any]]:
 
 def main() -> None:
     h = trainer_settings(preset="demo")
-    ranks = join_ranks()
+    with refused_in_a_line():
+        ranks = join_ranks()
+        h.check(ranks.world_size)
     if ranks.device.type != "cpu":
         raise SystemExit("cpu_step.py: error: this machine has a GPU, whose steps bench/gpu.py takes apart: hide it")
-    try:
-        h.check(ranks.world_size)
-    except ValueError as error:
-        raise SystemExit(f"cpu_step.py: error: {error}") from None
     said = use_cpu()
-    manager = build(h, ranks)
+    with refused_in_a_line():
+        manager = build(h, ranks)
     step = round(0.8 * h.num_scheduled_iterations) // 2 * 2
     manager.advance_schedule(step)
     tokens = step_schedule(step, h).batch_tokens // h.micro_batches

@@ -8,7 +8,6 @@ Clones what is committed into a temporary folder and starts ./run.sh there, on t
 lines that a user sees; "joining" is from the start of the ranks to their log: their imports, the group, the checks of all.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -19,7 +18,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from launch.console import ended_by_signals, ended_with_block, run_to_end, until_reader_leaves
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "numpy")
+
+from data.shards import number_between
+from launch.console import Parser, ended_by_signals, ended_with_block, run_to_end, until_reader_leaves
 
 PHASES = (  # what a line ends, by its beginning
     ("environment, import", r"environment: "),
@@ -58,8 +63,8 @@ def run(folder: Path, steps: int, environment: dict[str, str]) -> list[tuple[flo
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Where a newcomer's minutes go.")
-    parser.add_argument("--steps", type=int, default=6, help="of the demo (6)")
+    parser = Parser(description="Where a newcomer's minutes go.")
+    parser.add_argument("--steps", type=number_between(1, 10**6), default=6, help="of the demo (6)")
     parser.add_argument("--fresh", action="store_true", help="make and fill .venv, too")
     args = parser.parse_args(argv)
     active = f"{Path(sys.executable).parent}{os.pathsep}"

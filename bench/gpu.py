@@ -37,8 +37,13 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "torch")
+
 from data.shards import whole_file
-from launch.console import ended_by_signals, run_to_end, user_path
+from launch.console import Parser, ended_by_signals, run_to_end, user_path
 
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
 
@@ -623,7 +628,7 @@ def drop_if_empty(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="walk the same code on a CPU at tiny sizes")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, by comma: %(default)s")
     parser.add_argument("--output", type=user_path, default=ROOT / "records", help="folder of the report (%(default)s)")

@@ -6,7 +6,6 @@ A bf16 model of the demo's topology, 8 micro-batches a step shared by gloo ranks
 Prints a markdown table: the final validation loss of each run, and the bytes that a rank sends in a step.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,11 +16,16 @@ from statistics import mean, stdev
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "torch")
+
 from bench.communication import expected_calls, markdown, model_parameters
-from bench.settings import trainer_settings
+from bench.settings import refused_in_a_line, trainer_settings
 from data.shards import number_between
-from launch.console import ended_by_signals, run_to_end, until_reader_leaves
-from train_gpt import param_table
+from launch.console import Parser, ended_by_signals, run_to_end, until_reader_leaves
+from train_gpt import check_shards, param_table
 
 SETTINGS = dict(
     preset="demo", dtype="bfloat16", fp8_head="true", model_dim=64, num_heads=2, head_dim=32, micro_batches=8, batch_unit=64,
@@ -44,18 +48,18 @@ def final_loss(options: list[str], ranks: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser = Parser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=number_between(1, 1000), default=3, help="runs of each kind (%(default)s)")
     parser.add_argument("--ranks", type=number_between(1, 1000), default=2, help="of a run (%(default)s)")
     args, given = parser.parse_known_args()
-    if own := [option for option in given if option.startswith(("--seed=", "--grad_dtype="))]:
+    if own := [option for option in given if option.partition("=")[0] in ("--seed", "--grad_dtype")]:
         parser.error(f"{own[0]}: is this program's own to set: it runs --seeds of both kinds")
     seeds, ranks, rows = args.seeds, args.ranks, []
     options = [*(f"--{name}={value}" for name, value in SETTINGS.items()), *given]  # of two, the later counts
-    try:
-        trainer_settings(options).check(ranks)
-    except ValueError as error:
-        raise SystemExit(f"grad_dtype.py: error: {error}") from None
+    h = trainer_settings(options)
+    with refused_in_a_line():
+        h.check(ranks)
+        check_shards(h)
     for grad_dtype in ("param", "float32"):
         how = f"--grad_dtype={grad_dtype}"
         losses = []

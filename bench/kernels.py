@@ -1,7 +1,7 @@
 """Every GPU kernel at the sizes of the record preset: what it must do, what it was compiled to, and on a GPU how fast it is.
 
     python bench/kernels.py              # one table; the measured columns appear on a CUDA machine
-    python bench/kernels.py transpose    # only kernels whose name holds this
+    python bench/kernels.py transpose    # only kernels whose name holds this, or one of several such parts
     python bench/kernels.py loss --loops # instead, the instructions of their innermost loops on an H100
 
 Without a GPU the kernels are compiled all the same, for an H100, by the compiler inside Triton; nothing is run.
@@ -21,6 +21,13 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "torch", "triton")
+
+
+from launch.console import until_reader_leaves  # before PyTorch, whose threads launch tells how to wait
 
 import torch
 import triton
@@ -32,8 +39,7 @@ import attention
 import triton_kernels as tk
 from bench.communication import model_parameters, rows_of
 from bench.settings import largest_batch
-from launch.console import until_reader_leaves
-from train_gpt import FP8_GRAD_SCALE, FP8_X_SCALE, PARAM_TABLE, Hyperparameters
+from train_gpt import FP8_GRAD_SCALE, FP8_X_SCALE, PARAM_TABLE, VALUE_LAYERS, Hyperparameters
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -272,16 +278,19 @@ def _cases() -> Iterator[Case]:
             both, (both, torch.compile(both)), 0, size, size, fp8=True,
         )  # fmt: skip
 
-    def gradient_of_a_lookup(new: Callable, tokens: int) -> tuple:
+    def gradient_of_a_lookup(new: Callable, tokens: int, rows: int, width: int) -> tuple:
         ids = new((tokens,), torch.int32)
-        return new((tokens, dim)), ids, *tk.token_runs(ids, V)
+        return new((tokens, width)), ids, *tk.token_runs(ids, rows)
 
-    plain_scatter = lambda grad, ids, *_: torch.ops.aten.embedding_dense_backward(grad, ids, V, -1, False)
-    for tokens in (T // 3, T):  # the first stage's micro-batch, the last's
-        size = 2 * (tokens + V) * dim + 8 * tokens + 4 * V
+    first, bigrams = T // 3, Hyperparameters().bigram_rows  # the first stage's micro-batch
+    tables = [(f"{tokens} tokens", tokens, V, dim) for tokens in (first, T)]
+    tables += [("value tables", first, V, VALUE_LAYERS * dim), ("bigrams", first, bigrams, dim)]
+    for what, tokens, rows, width in tables:
+        size = 2 * (tokens + rows) * width + 8 * tokens + 4 * rows
+        plain_scatter = lambda grad, ids, *_, rows=rows: torch.ops.aten.embedding_dense_backward(grad, ids, rows, -1, False)
         yield Case(
-            f"scatter, {tokens} tokens", f"{(tokens, dim)} into {(V, dim)}",
-            lambda new, tokens=tokens: gradient_of_a_lookup(new, tokens),
+            f"scatter, {what}", f"{(tokens, width)} into {(rows, width)}",
+            lambda new, sizes=(tokens, rows, width): gradient_of_a_lookup(new, *sizes),
             lambda grad, ids, *runs: tk.launch_scatter(grad, *runs), (plain_scatter, torch.compile(plain_scatter)),
             0, size, size,
         )  # fmt: skip
@@ -360,24 +369,26 @@ def measured_row(case: Case, memory: float) -> list[str]:
     return [f"{1e6 * seconds:.4g}", f"{limit(case, memory) / seconds:.0%}", ratio]
 
 
-def print_loops(wanted: str) -> None:
+def print_loops(cases: list[Case]) -> None:
     print("| kernel | instructions of a loop | of them |\n|---|---|---|")
-    for case in CASES.values():
-        if wanted in case.name:
-            for loop in innermost_loops(compiled(launch_of(case, 90), 90).cubin):
-                kinds = ", ".join(f"{count} {name}" for name, count in loop.most_common(8))
-                print(f"| {case.name} | {loop.total()} | {kinds} |", flush=True)
+    for case in cases:
+        for loop in innermost_loops(compiled(launch_of(case, 90), 90).cubin):
+            kinds = ", ".join(f"{count} {name}" for name, count in loop.most_common(8))
+            print(f"| {case.name} | {loop.total()} | {kinds} |", flush=True)
 
 
 def main() -> None:
     options = [argument for argument in sys.argv[1:] if argument.startswith("--")]
-    wanted = next((argument for argument in sys.argv[1:] if argument not in options), "")
+    wanted = [argument for argument in sys.argv[1:] if argument not in options] or [""]
+    if "--help" in options:
+        return print(__doc__)
     if set(options) - {"--loops"}:
-        sys.exit(f"bench/kernels.py: no option {', '.join(options)}; there is --loops, and a part of a kernel's name")
-    if not any(wanted in case.name for case in CASES.values()):
-        sys.exit(f"bench/kernels.py: no kernel's name holds {wanted!r}: {', '.join(case.name for case in CASES.values())}")
+        sys.exit(f"bench/kernels.py: no option {', '.join(options)}; there is --loops, and parts of kernels' names")
+    if absent := [part for part in wanted if not any(part in name for name in CASES)]:
+        sys.exit(f"bench/kernels.py: no kernel's name holds {absent[0]!r}: {', '.join(CASES)}")
+    cases = [case for name, case in CASES.items() if any(part in name for part in wanted)]
     if options:
-        return print_loops(wanted)
+        return print_loops(cases)
     header = ["kernel", "at the record preset", "operations", "must move, MB", "moves, MB"]
     header += [f"limit {name}, µs" for name in MEMORY_LIMITS] + ["registers", "spilled", "shared memory, bytes"]
     gpu = torch.cuda.is_available()
@@ -386,10 +397,9 @@ def main() -> None:
         memory = MEMORY_LIMITS["H200" if "H200" in name else "H100"]
         header += [f"measured on {name}, µs", "of the limit", "times faster than PyTorch"]
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
-    for case in CASES.values():
-        if wanted in case.name:
-            row = static_row(case) + (measured_row(case, memory) if gpu else [])
-            print("| " + " | ".join(row) + " |", flush=True)
+    for case in cases:
+        row = static_row(case) + (measured_row(case, memory) if gpu else [])
+        print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "torch")
+
+from launch.console import until_reader_leaves  # before PyTorch, whose threads launch tells how to wait
+
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.communication import markdown
-from bench.settings import trainer_settings
+from bench.settings import refused_in_a_line, trainer_settings
 from cpu import use_cpu
-from launch.console import until_reader_leaves
 from runtime.log import Clock
 from runtime.ranks import Ranks, join_ranks
 from train_gpt import NorMuonAndAdam, TrainingManager, build
@@ -106,10 +112,11 @@ def slowest(times: dict[Any, float], ranks: Ranks) -> dict[Any, float]:
 
 def main() -> None:
     h = trainer_settings()
-    ranks = join_ranks()
+    with refused_in_a_line():
+        ranks = join_ranks()
     if ranks.device.type == "cpu":  # as in a run
         use_cpu()
-    with patch("train_gpt.NorMuonAndAdam", TimedOptimizer):
+    with refused_in_a_line(), patch("train_gpt.NorMuonAndAdam", TimedOptimizer):
         manager = build(h, ranks)
     optimizer = manager.optimizer
     kinds = {"NorMuon alone": (False, True), "with Adam, tied": (True, True), "with Adam, split": (True, False)}

@@ -10,8 +10,8 @@ search takes the trainer's options too (--grad_dtype=float32). What it prints ar
 """
 
 import argparse
-import json
 import math
+import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,11 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "torch")
+
 from bench import order_pictures, order_validation, schedule_costs, traces
 from bench.communication import markdown, model_parameters, rows_of
 from bench.schedule_model import (
@@ -27,8 +32,8 @@ from bench.schedule_model import (
 )  # fmt: skip
 from bench.schedule_search import WORTH, Found, Problem, Together, descend, search
 from bench.settings import trainer_settings
-from data.shards import number_between, read_regular
-from launch.console import ended_by_signals, printable, until_reader_leaves, user_path
+from data.shards import number_between, plain_json, read_regular
+from launch.console import Parser, ended_by_signals, numbers_between, output_file, printable, until_reader_leaves, user_path
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
 
 SHOWN = 0.01  # of a step: shorter exposures are summed up
@@ -51,10 +56,10 @@ def default_orders(labels: Mapping[str, Task]) -> Orders:
 
 def explain(operations: Sequence[Operation], spans: Mapping[str, Span], slack: float = 1e-9) -> str:
     """Exposed communication, its reasons, and the critical path."""
-    total, found = window(spans), exposures(operations, spans)
+    total, found, begin = window(spans), exposures(operations, spans), min(span.start for span in spans.values())
     lines = [f"Exposed: no arithmetic runs for {milliseconds(sum(x.seconds for x in found))} of {milliseconds(total)} ms:"]
     long = [exposure for exposure in found if exposure.seconds >= SHOWN * total]
-    lines += [f"- {milliseconds(x.seconds)} ms from {milliseconds(x.start)} on: {reason(x, operations)}" for x in long]
+    lines += [f"- {milliseconds(x.seconds)} ms from {milliseconds(x.start - begin)} on: {reason(x, operations)}" for x in long]
     if rest := sum(x.seconds for x in found) - sum(x.seconds for x in long):
         lines.append(f"- {milliseconds(rest)} ms in {len(found) - len(long)} shorter pauses")
     path = critical_path(operations, spans, slack)
@@ -125,8 +130,6 @@ def show(args: argparse.Namespace) -> None:
         print(f"The model, from this table: {milliseconds(modelled)} ms, {difference:+.1%} from the median.")
         print(advice(tasks, step.orders, search(problem, step.orders), modelled))
         panels.append((f"{kind}, step {step.step}, traced", step.operations, step.spans))
-    args.picture = args.picture or args.trace.with_suffix(".png")
-    args.chrome = args.chrome or args.trace.with_suffix(".chrome.json")
     draw(panels, args)
 
 
@@ -146,7 +149,7 @@ def show_step(args: argparse.Namespace) -> None:
     """A step in a file: {"operations": [{"name", "lane", "seconds", "after", "bytes"}]} and, if need be, "compute_slowdown",
     "communication_slowdown" and "channels"."""
     try:
-        found = json.loads(read_regular(args.step))
+        found = plain_json(read_regular(args.step))
         operations = [from_file(Operation, {**row, "after": tuple(row.get("after", ()))}) for row in found["operations"]]
         slowdown, channels = interference_of(found), found.get("channels", 1)
         if type(channels) is not int or channels < 1:
@@ -322,11 +325,13 @@ def search_file(args: argparse.Namespace) -> None:
     "work", if any; "compute_slowdown", "communication_slowdown"."""
     path = args.tasks
     try:
-        found = json.loads(read_regular(path))
+        found = plain_json(read_regular(path))
         tasks = {label: from_file(Task, row) for label, row in found["tasks"].items()}
         if not tasks or not all(0 <= number < 1e18 for task in tasks.values() for number in task):
             raise ValueError("one at least, and numbers of 0 or more")
         start = Orders(*(tuple(found.get(order, tasks)) for order in ("scatter", "work")))
+        if not all(isinstance(label, str) for order in start for label in order):
+            raise ValueError("scatter and work are lists of labels")
         slowdown = interference_of(found)
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}: give a file with tasks") from None
@@ -366,14 +371,6 @@ def validate(args: argparse.Namespace) -> None:
 # The command
 
 
-def numbers(text: str) -> list[int]:
-    """argparse type: whole numbers from 2 on, by comma."""
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be numbers of ranks from 2 on, by comma")
-    return found
-
-
 def link_rate(text: str) -> float:
     """argparse type: Gb/s, 0 or more."""
     if not 0 <= (rate := float(text)) < math.inf:
@@ -383,22 +380,22 @@ def link_rate(text: str) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     raw, positive = argparse.RawDescriptionHelpFormatter, number_between(1, 10**6)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     shown = commands.add_parser("show", help="explain a trace")
     shown.add_argument("trace", type=Path)
     searched = commands.add_parser("search", help="search the best orders on a machine", allow_abbrev=False)
     searched.add_argument("--machine", default="8xh100", help="of bench/machines, or a path (%(default)s)")
     searched.add_argument("--ranks", type=positive, help="one node's by default")
-    searched.add_argument("--scale", type=numbers, help="numbers of ranks, by comma: how the step grows")
+    searched.add_argument("--scale", type=numbers_between(2, 2**16), help="numbers of ranks, by comma: how the step grows")
     searched.add_argument("--tasks", type=user_path, help="a file with the labels of another optimizer")
     stepped = commands.add_parser("simulate", help="explain a step in a file")
     stepped.add_argument("step", type=Path)
     for command in (shown, searched, stepped):
-        command.add_argument("--picture", type=user_path, help="where to draw both lanes, a PNG; show draws it beside the trace")
-        command.add_argument("--chrome", type=user_path, help="where to write the spans, for ui.perfetto.dev; show: beside the trace")
+        command.add_argument("--picture", type=output_file, help="where to draw both lanes, a PNG; show: beside the trace")
+        command.add_argument("--chrome", type=output_file, help="where to write spans, for ui.perfetto.dev; show: as well")
     validated = commands.add_parser("validate", help="predict gloo's steps")
-    validated.add_argument("--ranks", type=numbers, default=[2, 4, 8], help="by comma (2,4,8)")
+    validated.add_argument("--ranks", type=numbers_between(2, 1000), default=[2, 4, 8], help="by comma (2,4,8)")
     validated.add_argument("--orders", type=positive, default=14, help="to predict, beside those of the fit (%(default)s)")
     validated.add_argument("--repetitions", type=positive, default=5, help="of each, of which the least counts (%(default)s)")
     link = "Gb/s of a loopback of two ranks' own, more for more ranks, as root; 0: the machine's (%(default)s)"
@@ -412,6 +409,15 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"--tasks has its own times: {other[0]} goes without it")
         if args.scale and (args.picture or args.chrome):
             parser.error("--scale is a table: --picture and --chrome go without it")
+    if args.command == "show" and args.trace.name:  # a folder is refused as it is read
+        args.picture = args.picture or args.trace.with_suffix(".png")
+        args.chrome = args.chrome or args.trace.with_suffix(".chrome.json")
+    pair = [os.path.realpath(path) for x in ("picture", "chrome") if (path := getattr(args, x, None))]
+    if len(pair) > len({*pair}):
+        parser.error(f"--picture and --chrome are both {pair[0]}: name two files")
+    read = next(filter(None, (getattr(args, x, None) for x in ("trace", "step", "tasks"))), None)
+    if read and os.path.realpath(read) in pair:
+        parser.error(f"{read} is what is read, and would be replaced: name another file")
     try:
         with until_reader_leaves():
             if args.command == "search":

@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from launch.console import run_to_end  # before PyTorch, whose threads launch tells how to wait
+
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 from bench.schedule_costs import read_machine, tasks_of
 from bench.schedule_model import Interference, ModelError, Orders, Task, step_seconds
 from bench.settings import model_of, trainer_settings
-from launch.console import run_to_end
 from runtime.ranks import Ranks, join_ranks
 import train_gpt
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, NorMuonAndAdam, param_table

@@ -5,7 +5,6 @@ bandwidth, and a latency a hop; an all-reduce twice both, or a tree's 2 log₂ W
 beyond one node the ring's slowest link counts.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from bench.communication import Parameter, model_parameters, padded_bytes, polar_express_flops, rows_of, sent
 from bench.schedule_model import Forward, Interference, ModelError, Task
-from data.shards import read_regular
+from data.shards import plain_json, read_regular
 from train_gpt import POLAR_EXPRESS_COEFFICIENTS, Hyperparameters, NorMuon, ParamConfig, param_table
 
 MACHINES = Path(__file__).resolve().parent / "machines"
@@ -65,7 +64,7 @@ def read_machine(name: str) -> Machine:
     path = Path(name) if name.endswith(".json") else MACHINES / f"{name}.json"
     known = ", ".join(sorted(path.stem for path in MACHINES.glob("*.json")))
     try:
-        found = json.loads(read_regular(path))
+        found = plain_json(read_regular(path))
         values = {field: float(found[field]["value"]) for field in Machine._fields[1:]}
         unsourced = [field for field in Machine._fields[1:] if not found[field]["source"]]
     except OSError as error:
@@ -76,7 +75,10 @@ def read_machine(name: str) -> Machine:
     wrong = [field for field, value in values.items() if not 0 <= value < 1e18 or value == 0 and "slowdown" not in field]
     if wrong or unsourced:
         raise ModelError(f"{path}: {', '.join(wrong or unsourced)}: must be positive, and say its source")
-    return Machine(found.get("name", path.stem), **values)
+    name, nodes = found.get("name", path.stem), values["ranks_per_node"]
+    if not (isinstance(name, str) and name.isprintable()) or nodes % 1:
+        raise ModelError(f"{path}: name is {name!r:.60}, ranks_per_node {nodes:g}: must be a line of text, and a whole number")
+    return Machine(name, **values)
 
 
 # -----------------------------------------------------------------------------

@@ -182,6 +182,8 @@ def check(operations: list[Operation], lanes: Mapping[str, list[Operation]]) -> 
         twice = sorted({op.name for op in operations if sum(other.name == op.name for other in operations) > 1})
         raise ModelError(f"operations with the same name: {', '.join(twice)}: a name must stand once")
     for op in operations:
+        if not op.name.isprintable():
+            raise ModelError(f"operation {ascii(op.name)}: a name must be printable")
         if op.lane not in lanes:
             raise ModelError(f"operation {op.name}: no lane {op.lane!r}: use {' or '.join(lanes)}")
         if missing := [name for name in op.after if name not in names]:

@@ -1,26 +1,36 @@
 """The trainer's options and model, as every measurement takes them."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from launch.console import RunError, printable
 from runtime.options import parse_options
 from train_gpt import GPT, LAYERS, PRESETS, Hyperparameters, step_schedule
 
 
 def trainer_settings(argv: list[str] | None = None, preset: str = "") -> Hyperparameters:
     """Settings by the trainer's own options: of argv, or of the process. preset: what they start from unless told.
-    Raises SystemExit, after a message, for options and for sizes of which there is no model."""
+    Raises SystemExit, after a message, for options that the trainer would refuse."""
     preset = preset or ("record" if torch.cuda.is_available() else "demo")
     h = parse_options(Hyperparameters, PRESETS, preset, argv)
-    try:
-        with torch.device("meta"):
-            model_of(h, max_tokens=16)
-    except ValueError as error:
-        raise SystemExit(f"{Path(sys.argv[0]).name}: error: {error}") from None
+    with refused_in_a_line(RuntimeError), torch.device("meta"):  # PyTorch's, for sizes beyond 2**63
+        h.check(1)
+        model_of(h, max_tokens=16)
     return h
+
+
+@contextmanager
+def refused_in_a_line(other: type[Exception] = RunError) -> Iterator[None]:
+    """For a check of what a user gives, in options, environment or files: what it refuses ends the program with its message."""
+    try:
+        yield
+    except (ValueError, OSError, other) as error:
+        raise SystemExit(printable(f"{Path(sys.argv[0]).name}: error: {error}")) from None
 
 
 def model_of(h: Hyperparameters, max_tokens: int, fp8_head: bool = False) -> nn.Module:

@@ -1,6 +1,5 @@
 """Reading what --trace_steps wrote: the ranks' rows on one clock, each step as the schedule's model has it."""
 
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 
 from bench.communication import sent
 from bench.schedule_model import ModelError, Operation, Orders, Span, Task, from_file, operations_of
-from data.shards import read_regular
+from data.shards import plain_json, read_regular
 
 FORMAT = "bankrun trace 1"
 CHANNELS = {"cuda": 1, "cpu": 2}  # collectives in service at a time: NCCL's stream; gloo's two workers
@@ -63,12 +62,12 @@ def kind_of(labels: Iterable[str]) -> str:
 def read_trace(path: Path) -> list[TracedStep]:
     """The steps of a trace, in their order. Raises ModelError for a file that is none, or that is not whole."""
     try:
-        found = json.loads(read_regular(path))
+        found = plain_json(read_regular(path))
         if found["format"] != FORMAT:
             raise KeyError
         fields = lambda row: dict(zip(Row._fields, row, strict=True))
         ranks = [[from_file(Row, fields(row)) for row in rank["rows"]] for rank in found["ranks"]]
-        if not all(row.start <= row.end and row.bytes >= 0 for rows in ranks for row in rows):
+        if not all(row.start <= row.end and row.bytes >= 0 and row.label.isprintable() for rows in ranks for row in rows):
             raise ValueError
         clocks, channels = [rank["clock"] for rank in found["ranks"]], CHANNELS[found["device"]]
     except OSError as error:
@@ -82,7 +81,7 @@ def read_trace(path: Path) -> list[TracedStep]:
         numbers = sorted({row.step for row in ranks[0]})
         of_step = lambda number: [[row for row in rows if row.step == number] for rows in ranks]
         steps = [traced_step(number, of_step(number), channels) for number in numbers]
-        if not all(step.tasks for step in steps):
+        if not all(step.tasks and {x.name for x in step.operations} <= step.spans.keys() for step in steps):
             raise ValueError
         return steps
     except (ArithmeticError, LookupError, StopIteration, TypeError, ValueError) as error:
@@ -145,6 +144,8 @@ def traced_step(step: int, ranks: list[list[Row]], channels: int) -> TracedStep:
     scatter = tuple(row.label for row in own if row.phase == "launch reduce")
     work = tuple(row.label for row in own if row.phase == "update")
     size = {(row.label, row.phase): row.bytes for row in collectives}
+    if {*scatter} != {*work} or waits.keys() != size.keys():  # each collective is launched, and waited for
+        raise ValueError
     seconds = {name: span.end - span.start for name, span in spans.items()} | alone
 
     def task(label: str) -> Task:

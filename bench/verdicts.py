@@ -11,14 +11,20 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "records"))
+sys.path.append(str(ROOT))
+from launch.environment import go_on
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "records"))
+if __name__ == "__main__":
+    go_on("records/requirements.txt", "numpy", "scipy")
+
+import numpy as np
 
 import t_tests
 import verdict
 from groups import Group
-from launch.console import until_reader_leaves
+from launch.console import Parser, until_reader_leaves
 from plan import smallest_shown
 from runlog import RunLog
 from t_tests import P
@@ -148,7 +154,7 @@ def table(header: str, rows: list[tuple[str, str, str]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=2000, help="of each table, 1 or more (%(default)s)")
     if (count := parser.parse_args(argv).comparisons) < 1:
         parser.error(f"--comparisons={count}: must be 1 or more")

@@ -6,6 +6,10 @@
 # Ends with a line for each version; exit code 1 if one has failed.
 set -uo pipefail
 folder=${1:?"usage: bench/versions.sh FOLDER [pytest arguments]"}
+if [[ -n ${VERSIONS-} && ! $VERSIONS =~ [^[:space:]] ]]; then
+    echo "bench/versions.sh: error: VERSIONS is blank: unset it, or name PyTorch:Triton:NumPy (is a shell variable not set?)" >&2
+    exit 2
+fi
 mkdir -p "$folder" && folder=$(CDPATH= cd "$folder" && pwd) || exit 1
 CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 python=$(command -v python3 || command -v python) || { echo "bench/versions.sh: no python3 on the PATH" >&2; exit 1; }

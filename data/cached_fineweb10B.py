@@ -9,7 +9,6 @@ short, too long or something else is fetched again. A connection that breaks goe
 command after a kill: until its bytes have arrived and their hash is right, a shard has no name.
 """
 
-import argparse
 import contextlib
 import glob
 import hashlib
@@ -21,14 +20,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "numpy", "tqdm", "huggingface_hub")
+
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.shards import (
     DataError, HelpFormatter, ShardError, check_plain, hub_fault, locked, named, number_between, one_line, one_line_errors,
     read_json, shard_name, sync_folder, verify_shard, write_json,
 )
-from launch.console import console, user_path
+from launch.console import Parser, console, user_path
 
 if fault := hub_fault():  # before its library is imported
     sys.exit(f"{Path(sys.argv[0]).name}: error: {fault}")
@@ -201,12 +205,12 @@ def load_known(path: Path) -> dict[str, list]:
     try:
         known = read_json(path)
         return {name: [f"{expected}", int(changed)] for name, (expected, changed) in (known or {}).items()}
-    except (DataError, AttributeError, TypeError, ValueError):
+    except (DataError, ArithmeticError, AttributeError, TypeError, ValueError):
         return {}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter)
     train_shards = number_between(0, TRAIN_SHARDS)
     parser.add_argument("N", nargs="?", type=train_shards, default=9, help=f"training shards to have, 0 to {TRAIN_SHARDS}")
     default = Path(__file__).resolve().parent / "fineweb10B"

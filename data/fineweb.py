@@ -23,19 +23,24 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "numpy", "pyarrow", "tqdm", "huggingface_hub")
+
 import numpy as np
 import pyarrow
 from pyarrow.parquet import ParquetFile
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.cached_fineweb10B import fetch, remove_fetched, with_retries
 from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
     shard_name, verify_shard, write_json,
 )
-from launch.console import console, user_path
+from launch.console import Parser, console, user_path
 from huggingface_hub import HfApi  # after cached_fineweb10B.py has looked at its variables
 
 REPO = "HuggingFaceFW/fineweb"
@@ -261,7 +266,7 @@ def make_shards(progress: Progress, output: Path, workers: int) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter)
     default = Path(__file__).resolve().parent / "fineweb"
     parser.add_argument("--output", type=user_path, default=default, help="folder for the shards")
     parser.add_argument("--subset", default="sample/10BT", help="folder of the dataset, such as sample/100BT")

@@ -435,16 +435,21 @@ def check_data(
     count(int(np.bincount(starts // n).max()), n, validation.path)
     longest = int(np.diff(starts, append=val_tokens).max())
 
-    fed, shard, present = 0, None, 0  # steps, the last one's shard, tokens up to that shard's end
+    fed, present = 0, 0  # steps, usable tokens of the shards read
     trained: dict[str, str] = {}  # shards by what they hold
-    indexed = (Documents(path, max_doc_len, bos_id, vocab_size) for path in train)
-    for documents, tokens, ranges in plan_batches(indexed, batch_tokens, micro_batches):
-        if documents is not shard:
-            shard, present = documents, present + int(documents.ends[-1])
+
+    def indexed() -> Iterator[Documents]:
+        nonlocal present
+        for path in train:
+            documents = Documents(path, max_doc_len, bos_id, vocab_size)
             if (content := note_digest(documents)) == val_content:
-                raise DataError(f"{documents.path}: holds the tokens of {validation.path}, validation would be trained on")
-            if (twin := trained.setdefault(content, documents.path)) != documents.path:
-                raise DataError(f"{documents.path}: holds the tokens of {twin}, which would be trained on twice: remove one")
+                raise DataError(f"{path}: holds the tokens of {validation.path}, validation would be trained on")
+            if (twin := trained.setdefault(content, path)) != path:
+                raise DataError(f"{path}: holds the tokens of {twin}, which would be trained on twice: remove one")
+            present += int(documents.ends[-1])
+            yield documents
+
+    for documents, tokens, ranges in plan_batches(indexed(), batch_tokens, micro_batches):
         for first, end in ranges:  # a document that starts at T gives the last target only
             count(end - first - int(documents.ends[end - 1] == documents.ends[first] + tokens), tokens, documents.path)
         fed += 1
@@ -459,6 +464,7 @@ def check_data(
         needed, counted = needed + batch_tokens(counted), counted + 1
     over = "over " if counted < steps else ""
     raise DataError(
-        f"{train_pattern(folder)}: {steps} steps need {over}{needed:,} tokens and what document cuts drop; the shards here "
-        f"({len(train)}) hold {present:,} usable ones, enough for {fed} steps: add shards or lower --num_scheduled_iterations"
+        f"{train_pattern(folder)}: {steps} steps need {over}{needed:,} tokens and what document cuts drop, each step's from "
+        f"one shard; the shards here ({len(train)}) hold {present:,} usable ones, enough for {fed} steps: add shards, or lower "
+        f"--num_scheduled_iterations or --batch_unit"
     )

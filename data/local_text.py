@@ -27,15 +27,20 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.environment import go_on
+
+if __name__ == "__main__":
+    go_on("requirements.txt", "numpy", "tqdm")
+
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, named, number_between,
     one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
-from launch.console import console, user_path
+from launch.console import Parser, console, user_path
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 INSTALLED = {"site-packages", "dist-packages"}  # folders in it
@@ -59,7 +64,7 @@ def find_files(source: Path, suffixes: list[str], output: Path) -> tuple[dict[st
         return {source.name: source}, []
     if not source.is_dir():
         raise DataError(f"{source}: no such file or folder; --input names the text to read")
-    if source.resolve() == output.resolve():
+    if os.path.realpath(source) == os.path.realpath(output):
         raise DataError(f"{output} is the --input too: its shards would be text of the next run; choose another --output")
     files, links, unreadable, seen = {}, [], [], {identity(source)}
     passed_by = INSTALLED if source == STDLIB.resolve() else set()
@@ -100,7 +105,7 @@ def identity(folder: Path) -> tuple[int, int]:
 
 def wanted_folder(folder: Path, output: Path, seen: set[tuple[int, int]]) -> bool:
     """Is its text to be taken? By whatever links it is reached, a folder is taken once: then it is added to those seen."""
-    if folder.name.startswith(".") or folder.resolve() == output.resolve():
+    if folder.name.startswith(".") or os.path.realpath(folder) == os.path.realpath(output):
         return False
     try:
         number = identity(folder)
@@ -295,7 +300,7 @@ def report(manifest: dict, output: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--input", type=user_path, default=STDLIB, help="a text file, or a folder of them")
     default = Path(__file__).resolve().parent / "local"
     parser.add_argument("--output", type=user_path, default=default, help="folder for the shards and their manifest.json")
@@ -305,7 +310,7 @@ def parse_arguments() -> argparse.Namespace:
     size = number_between(1, MAX_SHARD_TOKENS)
     parser.add_argument("--shard_tokens", type=size, default=100_000_000, help="tokens a shard; the last has what is left")
     args = parser.parse_args()
-    args.input = args.input.resolve()
+    args.input = Path(os.path.realpath(args.input))
     if args.output == default and args.input not in (STDLIB.resolve(), STDLIB):
         parser.error(f"--output must be given with --input: {default} is the demo's")
     chosen = getattr(args, "suffixes", ".py" if args.input == STDLIB.resolve() else "")

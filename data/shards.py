@@ -14,10 +14,12 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import stat
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,11 +202,11 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
 
     Written beside its place, as `{path}.tmp`, then renamed, so that `path` is the old file or the new one and never a part.
     A killed process leaves its `.tmp`, which the next one replaces. Two writers of one path must be kept apart: `locked`.
-    Raises OSError, also for a `.tmp` that is a link or no file, and for a path that is a device or a FIFO, or leads to one: it
-    would be replaced, and of the system's there is one.
+    Raises OSError, also for a `.tmp` that is a link or no file, and for a path that is a folder, a device or a FIFO, or leads to
+    one: it would be replaced, and of the system's there is one.
     """
     path = Path(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "is no regular file, and is not replaced: name another", f"{path}")
     temporary = path.with_name(path.name + ".tmp")
     check_plain(temporary)
@@ -273,13 +275,36 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def stored(archive: bytes) -> io.BytesIO:
+    """A ZIP archive, as torch.save makes it, to be read. Raises ValueError for records that would become more than they are."""
+    with zipfile.ZipFile(file := io.BytesIO(archive)) as records:
+        if any(x.compress_type for x in records.infolist()) or sum(x.file_size for x in records.infolist()) > len(archive):
+            raise ValueError("compressed records, as torch.save makes none")
+    file.seek(0)
+    return file
+
+
+def plain_json(text: bytes) -> Any:
+    """JSON that a user may have written. Raises ValueError, also for what is nested too deep, or no float can hold."""
+
+    def whole(digits: str) -> int:
+        if len(digits) > 300:
+            raise ValueError(f"a number of {len(digits)} digits")
+        return int(digits)
+
+    try:
+        return json.loads(text, parse_int=whole)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
 def read_json(path: Path) -> Any:
     """What write_json wrote; None if there is no such file. Raises DataError for what is no JSON, OSError as check_plain."""
     if not check_plain(path):
         return None
     try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        return plain_json(path.read_bytes())
+    except ValueError as error:
         raise DataError(f"{path} cannot be read ({error})") from error
 
 
@@ -296,10 +321,15 @@ def hub_fault() -> str:
     """What is wrong with the environment's variables for the Hugging Face hub; nothing if all is well. Its library reads them
     as it is imported, and then asks five times for what is no address."""
     for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
-        if (text := os.environ.get(name, "")) and not (text.isascii() and text.isdigit()):
-            return f"{name}={text!a} in the environment: must be a whole number of seconds, or unset"
-    if (text := os.environ.get("SSL_CERT_FILE")) and not os.path.exists(text):
-        return f"SSL_CERT_FILE={text!a} in the environment: must be a file that is there, or unset"
+        if (text := os.environ.get(name, "")) and not (text.isascii() and text.isdigit() and len(text) < 10):
+            return f"{name}={text[:40]!a} in the environment: must be a whole number of seconds, or unset"
+    if text := os.environ.get("SSL_CERT_FILE"):
+        import ssl  # for the tools alone
+
+        try:
+            ssl.create_default_context(cafile=text)
+        except OSError:  # none there, a folder, empty
+            return f"SSL_CERT_FILE={text!a} in the environment: must be a file of certificates, or unset"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         parts = urlsplit(endpoint)
@@ -317,6 +347,8 @@ def open_lock(path: Path) -> BinaryIO:
 def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
     """The file at path, locked until it is closed or the process ends. Raises ValueError if another process has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder where the run's lock must be: move it, or give another --run_id")
     while True:
         file = open_lock(path)
         try:
@@ -349,8 +381,14 @@ def unlock_run(file: BinaryIO) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes `folder` and keeps other tools out of it for the length of the block. Waits, with a message, for one inside."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Makes `folder` and keeps other tools out of it for the length of the block. Waits, with a message, for one inside.
+    A folder that an error leaves as it was made goes. Raises DataError where something else is in its place, OSError where it
+    cannot be made."""
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise DataError(f"{error.filename or folder} is no folder: name another for the shards") from None
     check_plain(folder / ".lock")
     with open_lock_if_writable(folder / ".lock") or contextlib.nullcontext() as file:
         try:
@@ -361,7 +399,19 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:  # a network file system without locks
             print(f"{folder} cannot be locked, {error.strerror}: start no second tool that writes here", file=sys.stderr)
-        yield
+        if file and not os.fstat(file.fileno()).st_nlink:  # the one before has failed, and taken the folder away
+            with locked(folder):
+                yield
+            return
+        try:
+            yield
+        except BaseException:
+            if made and {*os.listdir(folder)} <= {".lock", READERS}:
+                with contextlib.suppress(OSError):  # of a file that has come since
+                    for name in (".lock", READERS):
+                        (folder / name).unlink(missing_ok=True)
+                    folder.rmdir()
+            raise
 
 
 def hold_shards(folder: Path) -> BinaryIO | None:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 
 class RunError(RuntimeError):
@@ -30,7 +30,22 @@ class Stopped(RunError):
     """A signal, obeyed by all ranks: Stopped(message, exit code)."""
 
 
-class OptionParser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A tool's: what a message quotes only shows, and --option=-- is refused, which Python's takes for an option without a
+    value, and fails, or ignores."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        given = sys.argv[1:] if args is None else [*args]
+        options = given[: given.index("--")] if "--" in given else given
+        if bad := [text for text in options if text.startswith("-") and text.endswith("=--")]:
+            self.error(f"{bad[0]}: -- is no value")
+        return super().parse_known_args(given, namespace)
+
+
+class OptionParser(Parser):
     """Options in full; one that is unknown is told with the known one that looks most like it."""
 
     def __init__(self, about: str):
@@ -134,7 +149,32 @@ def user_path(text: str) -> Path:
     """argparse type. A ~ is the home folder, which shells expand in `--output ~/x`, and leave as it is in `--output=~/x`."""
     if not text:  # which Path takes for the current folder
         raise argparse.ArgumentTypeError("is empty: is a shell variable not set?")
-    return Path(os.path.expanduser(text))
+    path = Path(os.path.expanduser(text))
+    try:
+        path.is_absolute() or os.getcwd()
+    except OSError:
+        raise argparse.ArgumentTypeError(f"{text}: the current folder is gone: change into another") from None
+    return path
+
+
+def output_file(text: str) -> Path:
+    """argparse type: user_path of a file to write, known before the work to be none that cannot be replaced, as a folder."""
+    path = user_path(text)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise argparse.ArgumentTypeError(f"{text}: is no regular file, and is not replaced: name another")
+    return path
+
+
+def numbers_between(least: int, most: int) -> Callable[[str], list[int]]:
+    """An argparse type: whole numbers from `least` to `most`, by comma."""
+
+    def numbers(text: str) -> list[int]:
+        parts = text.split(",")
+        if not all(part.isascii() and part.isdigit() and len(part) < 10 and least <= int(part) <= most for part in parts):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}: must be whole numbers from {least} to {most}, by comma")
+        return [*map(int, parts)]
+
+    return numbers
 
 
 @contextlib.contextmanager
@@ -160,15 +200,22 @@ def until_reader_leaves() -> Iterator[None]:
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """For a whole tool: Ctrl-C, SIGTERM and SIGHUP are a KeyboardInterrupt, so that what it has started and made goes with it,
-    and its exit code is 128 + signal. A second one ends it at once, but for SIGHUP; what is ignored at the start stays so."""
+    and its exit code is 128 + signal. A second one ends it at once, but for SIGHUP, and for one within a second, as a terminal
+    and a parent send it; what is ignored at the start stays so."""
+    first = 0.0
     heeded = [x for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
 
     def interrupt(number: int, _: Any) -> None:
         if _late is not None:
             _late.append(number)
             return
-        for other in heeded:
-            signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
+        nonlocal first
+        if first:
+            if number != signal.SIGHUP and time.monotonic() > first + 1:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        first = time.monotonic()
         raise KeyboardInterrupt(number)
 
     for number in heeded:

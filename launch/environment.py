@@ -1,7 +1,7 @@
 """Print the interpreter that has the packages of the given requirements files: the active one, or that of .venv.
 
-    python3 launch/environment.py requirements.txt [records/requirements.txt …]        # what test.sh does first
-    python3 launch/environment.py requirements.txt --then PROGRAM [ARGUMENT …]         # and run.sh: goes on as that program
+    python3 launch/environment.py --for=test.sh requirements.txt [records/requirements.txt …]     # what test.sh does first
+    python3 launch/environment.py --for=run.sh requirements.txt --then PROGRAM [ARGUMENT …]       # goes on as that program
 
 .venv is made if need be, and filled. What happens is told on stderr, with its seconds; pip is heard only if it fails. A line
 of the files says what .venv gets, and the oldest version that serves an active environment:
@@ -28,9 +28,14 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
-from importlib.metadata import PackageNotFoundError, version
+
+try:
+    from importlib.metadata import PackageNotFoundError, version
+except ImportError:  # before 3.8, which is told below
+    PackageNotFoundError = version = None
 
 OLDEST = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -72,20 +77,29 @@ def missing(files):
         return ["Python {}.{} or later".format(*OLDEST)]
     lacks = []
     for path in files:
-        with open(path) as file:
-            found = filter(None, map(LINE.match, file))
-            for name, marker, oldest, module in (match.groups() for match in found):
-                if marker and not applies(marker):
-                    continue
-                try:
-                    there = version(name)
-                    spec = importlib.util.find_spec(module or name)
-                    whole = spec is not None and spec.origin is not None  # a folder without __init__.py has none
-                    if not whole or numbers(there) < numbers(oldest or "0"):
-                        lacks.append(name + (" from " + oldest if whole else ", which is half installed"))
-                except (PackageNotFoundError, TypeError, ValueError):
-                    lacks.append(name)
+        for name, marker, oldest, module in (match.groups() for match in map(LINE.match, lines_of(path)) if match):
+            if marker and not applies(marker):
+                continue
+            try:
+                there = version(name)
+                spec = importlib.util.find_spec(module or name)
+                whole = spec is not None and spec.origin is not None  # a folder without __init__.py has none
+                if not whole or numbers(there) < numbers(oldest or "0"):
+                    lacks.append(name + (" from " + oldest if whole else ", which is half installed"))
+            except (PackageNotFoundError, TypeError, ValueError):
+                lacks.append(name)
     return lacks
+
+
+def lines_of(path):
+    """Raises SystemExit for what is no text, or cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().splitlines()
+    except OSError as error:
+        fail("{}: cannot be read: {}".format(path, error.strerror))
+    except ValueError:
+        fail("{}: is no text, as a file of requirements is".format(path))
 
 
 def run(command, **options):
@@ -124,7 +138,9 @@ def missing_there(python, files):
 def run_quietly(command, purpose):
     """Raises SystemExit with the last lines of what a command said, if it fails."""
     try:
-        done = run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        with tempfile.TemporaryDirectory() as folder:  # pip leaves what it has there if a signal ends it
+            there = dict(os.environ, TMPDIR=folder)
+            done = run(command, env=there, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         fail("{}: {}".format(purpose, error))
     if done.returncode:
@@ -215,7 +231,29 @@ def fill(folder, files, lacks):
     return python
 
 
+def go_on(requirements, *modules):
+    """For a tool, before its imports: starts it again in the interpreter that has the packages of this file, if this one lacks
+    a module of these, or, if none is named, a package. Raises SystemExit."""
+    global PROGRAM
+    if modules and all(map(importlib.util.find_spec, modules)):
+        return
+    PROGRAM = os.path.basename(sys.argv[0])
+    python = ensure([os.path.join(ROOT, requirements)])
+    if python != sys.executable:
+        os.execv(python, [python] + sys.orig_argv[1:])
+
+
+def say(text):
+    """On stdout, at once: at the interpreter's end a full disk would be its message. Raises SystemExit."""
+    try:
+        os.write(1, os.fsencode(text))
+    except OSError as error:
+        fail("stdout cannot be written: {}".format(error.strerror))
+
+
 def main(argv):
+    global PROGRAM
+    PROGRAM, argv = (argv[0][6:], argv[1:]) if argv[:1] and argv[0].startswith("--for=") else ("environment.py", argv)
     try:
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # which ends a command that is running too
@@ -223,14 +261,18 @@ def main(argv):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
         if argv[:1] == ["--missing"]:
-            sys.stdout.write("".join(lack + "\n" for lack in missing(argv[1:])))
+            say("".join(lack + "\n" for lack in missing(argv[1:])))
+        elif argv[:1] in (["--help"], ["-h"]):
+            say(__doc__)
         elif "--then" in argv:
             end = argv.index("--then")
+            if not argv[end + 1 :]:
+                fail("--then names no program to go on as")
             python = ensure(argv[:end])
             os.environ.pop("PYTHONINSPECT", None)  # it would turn the program's exit code 0 into a traceback and 1
             os.execv(python, [python] + argv[end + 1 :])
         else:
-            print(ensure(argv))
+            say(ensure(argv) + "\n")
     except KeyboardInterrupt:
         sys.exit(130)
 

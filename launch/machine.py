@@ -23,6 +23,13 @@ VARIABLES = re.compile(
     r"|GOMP_\w+|OMP_(?!NUM_THREADS$)\w+|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)"
     r"|PYTHON(HASHSEED|MALLOC|DEVMODE|TRACEMALLOC|OPTIMIZE|_GIL|_JIT)|(MALLOC|GLIBC)_\w+|LD_PRELOAD"
 )
+# What a source itself reads, but for what launchers set and what is nobody's to know.
+READ = re.compile(
+    r"""(?:\benviron(?:\.\w+\(|\[)|\bgetenv\()\s*(?:key\s*=\s*)?["'](\w+)["']"""
+    r"""|["'](\w+)["']\s+(?:not\s+)?in\s+(?:os\.)?environ\b"""
+)
+NOT_LOGGED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+"
+                        r"|(?i:\w*(KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL)\w*)")  # fmt: skip
 OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -32,8 +39,8 @@ def settings_text(settings: Any) -> str:
     return f"{type(settings).__name__}({', '.join(fields)})"
 
 
-def machine_facts(device: torch.device, world_size: int) -> list[str]:
-    """Versions and devices, a line each."""
+def machine_facts(device: torch.device, world_size: int, sources: dict[str, str] = {}) -> list[str]:
+    """Versions, devices and variables, a line each; of the sources, texts by name, what they read themselves."""
     cpus, triton = Path("/proc/cpuinfo"), sys.modules.get("triton")
     name = re.search(r"^model name\s*: (.+)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
     cpu = name[1] if name else platform.processor() or "unknown"
@@ -44,8 +51,14 @@ def machine_facts(device: torch.device, world_size: int) -> list[str]:
     versions = f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__ if triton else 'none'}"
     given = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name) and value != OURS.get(name)}
     given |= {"LD_PRELOAD": re.sub(r"[^\s:]*/", "", given["LD_PRELOAD"])} if "LD_PRELOAD" in given else {}
-    set_here = ", ".join(f"{name}={value!a}" for name, value in given.items() if "/" not in value)  # no path
-    variables = ["variables: " + set_here] if set_here else []
+    names = {name for text in sources.values() for found in READ.findall(text) for name in found}
+    read = names & os.environ.keys() - given.keys()
+    own = {name: os.environ[name] for name in sorted(read) if not NOT_LOGGED.fullmatch(name)}
+    told = {  # without paths
+        kind: ", ".join(f"{name}={value!a}" for name, value in found.items() if "/" not in value)
+        for kind, found in (("variables", given), ("read by its sources", own))
+    }
+    variables = [f"{kind}: {text}" for kind, text in told.items() if text]
     return [f"Python {sys.version}", versions, f"{platform.platform()}, {world_size} ranks", *devices, *variables]
 
 
@@ -77,7 +90,7 @@ def check_buffers(first: dict[str, str], tensors: dict[str, torch.Tensor]) -> No
     back. first: their checksums."""
     now = checksums("the first buffers", tensors)
     if changed := ", ".join(x.partition(" of ")[2] for x in now if now[x] != first.get(x)):
-        fault = f"the forward pass changes {changed}: neither a checkpoint nor another rank knows of a buffer"
+        fault = f"passes or updates change {changed}: neither a checkpoint nor another rank knows of a buffer"
         raise ValueError(f"{fault}: make it a parameter, with a rule of its own")
 
 

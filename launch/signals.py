@@ -69,7 +69,7 @@ class Signals:
         entered.remove(self)
         through = self.launched and error is None  # about to leave: no signal makes another end of it
         for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more
-            after = signal.SIG_IGN if self.agreed and self.has_peers else handler
+            after = signal.SIG_IGN if self.agreed and (self.has_peers or self.launched) else handler
             signal.signal(number, (lambda *_: None) if through else after)
         if self.previous:
             signal.set_wakeup_fd(self.previous_fd)

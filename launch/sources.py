@@ -16,6 +16,9 @@ from zipimport import zipimporter
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTINUED = re.compile(rb"\\(?:\r\n|\r|\n)")
+PLAIN_IMPORT = re.compile(r"(?:^|[:;])[ \t]*import\b((?:[^#;\n\\]|\\\n)+)", re.MULTILINE)
+FROM_IMPORT = re.compile(r"(?:^|[:;])[ \t]*from(?:[ \t]|\\\n)+([^\W\d]\w*)[\w.]*(?:[ \t]|\\\n)+import\b", re.MULTILINE)
+BY_TEXT = re.compile(r"^.*(?:import_module|__import__).*$", re.MULTILINE)
 LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
@@ -87,8 +90,11 @@ class Sources:
     def of_run(self) -> dict[str, str]:
         """The same, for a log. Raises ValueError also for what no log would hold: another script that the process runs, which has
         taken this one's main(); a module from elsewhere, as by PYTHONPATH, that our files name."""
-        at = Path(getattr(sys.modules.get("__main__"), "__file__", None) or self.path).resolve()
-        if at.suffix == ".py" and at != self.path and not self._installed(f"{at}"):
+        running = getattr(sys.modules.get("__main__"), "__file__", None)
+        if not running:  # python -c, a notebook
+            raise ValueError(self.taken_by(Path("code without a file")))
+        at = Path(running).resolve()
+        if at != self.path and not self._installed(f"{at}") and at.parent != Path(sys.executable).parent:  # as coverage
             raise ValueError(self.taken_by(at))
         texts = self.imported()
         if foreign := self in sys.meta_path and self._foreign(texts):  # no test
@@ -143,7 +149,7 @@ class Sources:
         """Our files that a file's import statements name, also within functions: those are imported once a step calls them.
         Statements that are not indented have run if the file is loaded: what they named is loaded too."""
         lines = CONTINUED.sub(b" ", self.contents[path]).replace(b"\r", b"\n")
-        if is_loaded and not LATER_IMPORT.search(lines):
+        if is_loaded and not LATER_IMPORT.search(lines) and not BY_TEXT.search(lines.decode(errors="replace")):
             return set()
         try:
             tree = ast.parse(self.contents[path])
@@ -151,9 +157,11 @@ class Sources:
             self.broken.add(path)
             return set()
         folders = [self.path.parent, ROOT]  # in the order in which a run looks there
+        added = (Path(place, "x.py") for place in sys.path if os.path.isdir(place))
+        folders += [file.parent for file in added if self._beside(f"{file}")]  # what the script adds, no packages
         here = {name.partition(".")[0] for folder in folders for name in os.listdir(folder)}
         found = set()
-        for node in imports(tree):
+        for node in (*imports(tree), *imports_by_text(tree)):
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
                 base = [node.module] if node.module else []
@@ -262,10 +270,19 @@ def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
                 yield from imports(node)
 
 
+def imports_by_text(tree: ast.AST) -> Iterator[ast.Import]:
+    """import_module("name") and __import__("name") as the statements that they stand for."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
+        function, name = getattr(call.func, "attr", getattr(call.func, "id", "")), getattr(call.args[0], "value", None)
+        if function in ("import_module", "__import__") and isinstance(name, str) and not name.startswith("."):
+            yield ast.Import([ast.alias(name)])
+
+
 def imported_names(text: str) -> set[str]:
-    """The words of lines that import: names of modules from their roots, and more."""
-    lines = re.findall(r"^(?=.*(?:\bimport\b|import_module|__import__)).*$", text.replace("\\\n", " "), re.MULTILINE)
-    return {word for line in lines for word in re.findall(r"[^\W\d]\w*", line)}
+    """The roots of the modules that a text's lines seem to import; all words of those that import by a text."""
+    plain = (name for names in PLAIN_IMPORT.findall(text) for name in names.replace("\\\n", " ").split(",") if name.strip())
+    by_text = (word for line in BY_TEXT.findall(text) for word in re.findall(r"[^\W\d]\w*", line))
+    return {name.split()[0].partition(".")[0] for name in plain} | {*FROM_IMPORT.findall(text), *by_text}
 
 
 def folders_of(module: str, folders: Sequence[Path]) -> Sequence[Path]:

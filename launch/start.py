@@ -220,10 +220,17 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     for before, late in itertools.pairwise(["", *options]):  # the value of an option before it, it may be
         if late.endswith(".py") and not late.startswith("-") and ("=" in before or not before.startswith("-")):
             raise LaunchError(f"{late} comes after {before or first}: one script, before all options", 2)
-    path = next((path for folder in (Path.cwd(), ROOT) if (path := folder / first).is_file()), None)
+    try:
+        path = next((path for folder in (Path.cwd(), ROOT) if (path := folder / first).is_file()), None)
+        with open(path or os.devnull, "rb"):
+            pass
+    except OSError as error:  # not allowed, or too long a name
+        raise LaunchError(f"{error.filename}: cannot be read: {error.strerror}", 1) from None
     if path is None:
         places = " or ".join(dict.fromkeys((f"{Path.cwd()}", f"{ROOT}")))
         raise LaunchError(f"no such script: {first}, in {places}", 1)
+    if path.samefile(__file__):
+        raise LaunchError(f"{first} is what starts scripts: name a training script", 2)
     packages = (file.parent for file in path.parent.glob("*/__init__.py"))
     for file in (path, *path.parent.glob("*.py"), *packages, *ROOT.glob("*.py")):  # found in place of Python's own modules
         own = file is path and file.stem in IMPORTED or file.name in ("data.py", "launch.py", "runtime.py")
@@ -343,6 +350,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
             make_data(MAKERS["data/fineweb10B" if gpus else TEXT])
         return asked or usual_ranks(gpus, 8), options
     check_plain(script.Hyperparameters, script.PRESETS)
+    check_defaults(settings.check_values, script.Hyperparameters, script.PRESETS)
     s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
     check_cache("TORCHINDUCTOR_CACHE_DIR")
     if gpus:
@@ -412,6 +420,16 @@ def check_plain(settings: type, presets: dict[str, dict]) -> None:
         if odd := [value for value in values if type(value) is not kind]:
             fault = f"the setting {field.name} is of type {kind.__name__}, and {odd[0]!r} is none"
             raise LaunchError(f"{fault}: write {odd[0]}.0" if (kind, type(odd[0])) == (float, int) else fault, 1)
+
+
+def check_defaults(check_values: Callable, settings: type, presets: dict[str, dict]) -> None:
+    """Raise LaunchError for a default or a preset's value that its own setting's limits refuse, as 0 does without a `least`."""
+    for preset in ({}, *presets.values()):
+        try:
+            check_values(settings(**preset))
+        except ValueError as error:
+            fault = f"{error}, and what the script gives is not"
+            raise LaunchError(f"{fault}: change that, or the limits in its row, as setting(0.0, …, least=0)", 1) from None
 
 
 def check_cache(name: str) -> None:
@@ -495,7 +513,7 @@ def bring_flash_attention() -> None:
     except OSError as error:
         fault = f"{error}"
     if fault:
-        show(f"no FlashAttention 3, steps take some 6 % longer by calculation, attention is FlashAttention 2: {fault}", begun)
+        show(f"no FlashAttention 3, steps take some 7 % longer by calculation, attention is FlashAttention 2: {fault}", begun)
     else:
         os.environ["PYTHONPATH"] = ranks_path
         show("FlashAttention 3: ready", begun)
@@ -549,7 +567,8 @@ def check_threads(ranks: int, cores: int, traced: bool = False) -> None:
             started.append(thread)
     except RuntimeError:
         fault = f"{ranks} rank{'s need' if ranks > 1 else ' needs'} about {need} threads, {len(started)} can be had"
-        raise LaunchError(f"{fault}: raise ulimit -u or the container's limit of processes", 1) from None
+        limited = "ulimit -v, " * (resource.getrlimit(resource.RLIMIT_AS)[0] >= 0)  # a thread's stack takes addresses
+        raise LaunchError(f"{fault}: raise {limited}ulimit -u or the container's limit of processes", 1) from None
     finally:
         ended.set()
         for thread in started:
@@ -678,6 +697,8 @@ class Ranks:
     def _code(self, rank: int, code: int) -> int:
         if self.received:
             return 128 + self.received[0]
+        if -code in heeded_signals():  # before it could heed them itself
+            code = 128 - code
         if code < 0:
             tell(self.name, f"error: rank {rank} was {killed(code)}: the run has ended")
             return 1

@@ -9,7 +9,6 @@ belongs to the one that names the fewest. How many runs it takes: plan.py.
 import argparse
 import json
 import math
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ import tool
 import verdict
 from changes import environment_differences
 from groups import Group, InputError, gather_all
+from launch.console import output_file
 from t_tests import mean  # history.py's
 
 __all__ = ["main", "mean", "report"]
@@ -77,20 +77,23 @@ def print_for_people(groups: list[Group], options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line. Raises SystemExit with code 1 after a message for logs that cannot be compared, 2 for wrong options."""
-    parser = argparse.ArgumentParser(
-        prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool.Parser("compare.py", __doc__)
     parser.add_argument("groups", nargs="+", metavar="LOGS", help="a log, a folder or a glob; the first is the baseline")
-    parser.add_argument("--target", type=tool.finite, default=3.28, help="the loss to be below (%(default)s)")
+    parser.add_argument("--target", type=tool.above_zero, default=3.28, help="the loss to be below (%(default)s)")
     parser.add_argument("--pairs", action="store_true", help="runs alternated: compare those of one seed, pair by pair")
     parser.add_argument("--any-source", action="store_true", help="take runs of a group for one kind whatever their sources")
     parser.add_argument("--at", type=int, metavar="STEP", help="compare the runs as if they had ended at this step")
     parser.add_argument("--source", action="store_true", help="diff of the sources and environments, baseline against each")
     parser.add_argument("--rules", action="store_true", help="the rules of a record, with what the logs prove of them")
     parser.add_argument("--snippet", action="store_true", help="for the public speedrun's README: row, figures and their proof")
-    parser.add_argument("--plot", type=os.path.expanduser, metavar="PNG", help="draw losses and step times into this file")
+    parser.add_argument("--plot", type=output_file, metavar="PNG", help="draw losses and step times into this file")
     parser.add_argument("--json", action="store_true", help="all figures as JSON, for programs")
     options = parser.parse_args(argv)
+    asked = [f"--{name}" for name in ("source", "rules", "snippet", "pairs") if getattr(options, name)]
+    if asked and len(options.groups) < 2:
+        parser.error(f"{asked[0]} takes a baseline and another group of LOGS: name both")
+    if options.json and asked and asked != ["--pairs"]:
+        parser.error(f"--json goes without {asked[0]}, which is for people")
     try:
         groups = gather_all(options.groups, options.any_source, options.at)
         if options.json:

@@ -3,7 +3,6 @@
 python records/extract.py LOG FOLDER [--force]
 """
 
-import argparse
 import os
 import shlex
 import shutil
@@ -37,7 +36,8 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
     for name in log.sources:
         if fault := path_fault(name, log.sources):
             raise ExtractError(f"{log_path}: names a source {shortened(name)!r}: {fault}; nothing written")
-    with tool.alone(next(parent for parent in folder.absolute().parents if parent.is_dir())):  # two would find folder empty
+    parents = (parent for parent in folder.absolute().parents if parent.is_dir())
+    with tool.alone(next(parents, folder)):  # two would find folder empty
         return write(log.sources, folder, force)
 
 
@@ -95,6 +95,8 @@ def path_fault(name: str, names: dict[str, bytes]) -> str:
         return "has an empty part, . or .."
     if files := [str(parent) for parent in PurePosixPath(name).parents if str(parent) in names]:
         return f"{files[0]} is a file of this log too, and cannot be a folder"
+    if not name.endswith(".py"):  # such as .git/config, by which Git runs commands
+        return "is no Python file"
     return ""
 
 
@@ -102,6 +104,8 @@ def check_folder(folder: Path, names: dict[str, bytes], force: bool) -> None:
     """Raise ExtractError if files of these names cannot be written into the folder, or are there and not `force`."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise ExtractError(f"{folder}: not a folder")
+    if (place := os.path.realpath(folder)) == os.path.dirname(place):
+        raise ExtractError(f"{folder} is the root of all folders: choose another (is a shell variable not set?)")
     for parent in sorted({folder / parent for name in names for parent in PurePosixPath(name).parents} - {folder}):
         if parent.is_symlink():
             raise ExtractError(f"{parent} is a link: choose another folder, or remove it")
@@ -117,9 +121,7 @@ def check_folder(folder: Path, names: dict[str, bytes], force: bool) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line. Raises SystemExit with code 1 after a message if the sources cannot be written."""
-    parser = argparse.ArgumentParser(
-        prog="extract.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool.Parser("extract.py", __doc__)
     parser.add_argument("log", type=Path, metavar="LOG")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to; made if need be")
     parser.add_argument("--force", action="store_true", help="overwrite files of the same paths")
@@ -138,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"note: {tool.clean(problem, one_line=True)}")
     if resumed_with_changes(log):
         print("the run began with these sources; it was resumed with others: the log's header has the diff")
-    print(f"run it: {shlex.join(['./run.sh', str(paths[0])])}")
+    print(f"run it: {tool.clean(shlex.join(['./run.sh', str(paths[0])]), one_line=True)}")
 
 
 if __name__ == "__main__":

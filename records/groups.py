@@ -69,10 +69,10 @@ def files_below(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}")
 
-    seen = {folder.resolve()}
+    seen = {os.path.realpath(folder)}
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         yield from (Path(place, name) for name in names)
-        real = {name: Path(place, name).resolve() for name in sorted(folders)}
+        real = {name: os.path.realpath(Path(place, name)) for name in sorted(folders)}
         folders[:] = [name for name in real if real[name] not in seen]
         seen |= {*real.values()}
 
@@ -92,8 +92,8 @@ def shares(arguments: list[str]) -> list[tuple[list[Path], list[str]]]:
 
     Raises InputError where that is no decision, or leaves an argument without a log.
     """
-    found = [list({path.resolve(): path for path in find_logs(argument)}.items()) for argument in arguments]
-    owner: dict[Path, int] = {}
+    found = [list({os.path.realpath(path): path for path in find_logs(argument)}.items()) for argument in arguments]
+    owner: dict[str, int] = {}
     for i in sorted(range(len(found)), key=lambda i: len(found[i])):
         for real, path in found[i]:
             if real in owner and len(found[owner[real]]) == len(found[i]):

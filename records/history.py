@@ -3,20 +3,20 @@
     python records/history.py                     write the tables of records and each record's page anew
     python records/history.py --check             write nothing; exit code 1 if any of them is out of date
     python records/history.py --picture NAME      draw the pictures of records/NAME/ anew
-    python records/history.py --add NAME LOG… --description TEXT --contributors NAME,… [--baseline LOGS]
+    python records/history.py --add NAME LOG… --description TEXT --contributors NAME,… [--baseline LOGS] [--pairs]
                                                   copy logs into records/NAME/, write its record.toml, draw its pictures
 
 --baseline: logs of what it is compared with, made on the same machine, which are kept in NAME/baseline/; or a record's name.
 record.toml: description, date (year-month-day), contributors (a list), track (what the record is of), target (the loss to be
-below) and, if it is compared with another record's logs, baseline (that folder). A page's text outside of its two marks is its
-author's, and stays.
+below); if it is compared with another record's logs, baseline (that folder); if its runs alternated with the baseline's, pairs =
+true. A page's text outside of its two marks is its author's, and stays.
 """
 
 import argparse
 import datetime
 import io
 import json
-import math
+import os
 import re
 import shlex
 import shutil
@@ -32,10 +32,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leave
 import compare
 import tool
 from groups import BASELINE, Group, InputError, choose, figures, find_logs, folded, gather, on_several_machines, plural
-from runlog import read_log
+from runlog import RunLog, machines, read_log
 from tool import clean, markdown
 
 RECORDS = Path(__file__).resolve().parent
+TRACK, TARGET = "8 H100, loss 3.28", 3.28
 BEGIN, END = "<!-- history: written by history.py -->", "<!-- history ends -->"
 PAGE_BEGIN, PAGE_END = "<!-- record: written by history.py -->", "<!-- record ends -->"
 PLAIN_NAME = re.compile(r"\w[\w.+-]{0,99}", re.ASCII)
@@ -58,7 +59,7 @@ def is_date(value: object) -> bool:
 
 
 def is_loss(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return type(value) in (int, float) and 0 < value < 1e300
 
 
 FIELDS = {  # of record.toml: what is a value, in words
@@ -68,6 +69,7 @@ FIELDS = {  # of record.toml: what is a value, in words
     "track": (is_line, "a line of text"),
     "target": (is_loss, "a number above 0"),
 }
+OPTIONAL = {"baseline": (is_line, "a record's name"), "pairs": (lambda value: type(value) is bool, "true or false")}
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Record:
     target: float
     group: Group
     baseline: str | None = None
+    pairs: bool = False  # compared seed by seed, as its runs and the baseline's alternated
     own_baseline: Group | None = None  # the logs of its folder baseline/
 
 
@@ -90,7 +93,7 @@ def read_record(folder: Path) -> Record:
     path = folder / "record.toml"
     try:
         metadata = tomllib.loads(read(path))
-        known = FIELDS | ({"baseline": (is_line, "a record's name")} if "baseline" in metadata else {})
+        known = FIELDS | {name: rule for name, rule in OPTIONAL.items() if name in metadata}
         wrong = [f"{name} must be {what}" for name, (holds, what) in known.items() if not holds(metadata.get(name))]
         if unknown := sorted(set(metadata) - set(known)):
             wrong.append(f"there is no {', '.join(map(clean, unknown))}")
@@ -151,7 +154,7 @@ def page(record: Record, records: dict[str, Record]) -> str:
 
     groups = [*compared_with(record, records), record.group]
     console = Console(file=io.StringIO(), width=1000, color_system=None, force_terminal=False, force_jupyter=False, emoji=False)
-    compare.report(groups, record.target, console)
+    compare.report(groups, record.target, console, record.pairs)
     text = "\n".join(line.rstrip() for line in console.file.getvalue().strip().splitlines())
     grid, _, rest = text.partition("\n\n")
     picture = "\n![losses and step times](comparison.png)\n" if (record.folder / "comparison.png").exists() else ""
@@ -212,11 +215,15 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
     if folder.exists() or not PLAIN_NAME.fullmatch(name):
         why = "exists" if folder.exists() else "must be letters, digits and . _ + -"
         raise InputError(f"{folder}: {why}; name another")
+    group, own = gather(name, *logs), None
+    if None in (metadata["track"], metadata["target"]) and (cpu := next(filter(None, map(only_cpu, group.runs)), "")):
+        raise InputError(f"these runs are of a CPU ({cpu}): say --track, such as 'demo, 2 CPU cores', and its --target")
+    otherwise = {"track": TRACK, "target": TARGET, "date": datetime.date.today().isoformat()}
+    metadata |= {option: value for option, value in otherwise.items() if metadata[option] is None}
     if wrong := [f"--{option} must be {what}" for option, (holds, what) in FIELDS.items() if not holds(metadata.get(option))]:
         raise InputError("; ".join(wrong))
     records = read_records(root)
-    group, own = gather(name, *logs), None
-    if baseline and Path(baseline).resolve().parent == root.resolve() and (named := Path(baseline).name) in records:
+    if baseline and Path(os.path.realpath(baseline)).parent == root.resolve() and (named := Path(baseline).name) in records:
         baseline = named  # as a shell completes it
     if baseline and baseline not in records:
         own = gather(BASELINE, baseline)
@@ -253,6 +260,12 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
         draft.rename(folder)
 
 
+def only_cpu(run: RunLog) -> str:
+    """The CPU that a run was made on; "" if its log tells of a GPU, or of neither."""
+    here = machines(run)[0]
+    return "" if "GPUs" in here else here.get("CPU", "")
+
+
 def read(path: Path) -> str:
     """With its line breaks as they are, without the mark that some editors put before a text in UTF-8."""
     return path.read_bytes().decode("utf-8-sig")
@@ -275,7 +288,7 @@ def draw_pictures(record: Record, records: dict[str, Record]) -> list[Path]:
 
     groups = [*compared_with(record, records), record.group]
     paths = [record.folder / name for name in ("comparison.png", "loss.png")]
-    draw(groups, record.target, str(paths[0]))
+    draw(groups, record.target, str(paths[0]), record.pairs)
     draw_loss(groups, record.target, str(paths[1]))
     return paths
 
@@ -296,6 +309,7 @@ def update(options: argparse.Namespace, root: Path) -> None:
     if options.add:
         metadata = {name: getattr(options, name) for name in FIELDS}
         metadata["contributors"] = [name.strip() for name in options.contributors.split(",")]
+        metadata |= {"pairs": True} if options.pairs else {}
         add(root, options.add, options.logs, metadata, options.baseline, options.keep_aside)
     stale = {path: text for path, text in pages(root).items() if not path.exists() or read(path) != text}
     if options.check and stale:
@@ -307,27 +321,33 @@ def update(options: argparse.Namespace, root: Path) -> None:
 
 def main(argv: list[str] | None = None, root: Path = RECORDS) -> None:
     """The command line. Raises SystemExit with code 1 after a message for what cannot be done or is out of date."""
-    parser = argparse.ArgumentParser(
-        prog="history.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool.Parser("history.py", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is out of date")
     parser.add_argument("--picture", metavar="NAME", help="draw this record's pictures anew")
     parser.add_argument("--add", metavar="NAME", help="the new record's folder, such as 2026-01-31_Idea")
     parser.add_argument("logs", nargs="*", metavar="LOG", help="with --add: its logs, or folders or globs of them")
     parser.add_argument("--description", help="with --add: what the record does, in a line")
     parser.add_argument("--contributors", help="with --add: names, with commas between them")
-    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="with --add (today)")
-    parser.add_argument("--track", default="8 H100, loss 3.28", help="with --add: what it is a record of (%(default)s)")
-    parser.add_argument("--target", type=tool.finite, default=3.28, help="with --add: the loss to be below (%(default)s)")
+    parser.add_argument("--date", help="with --add (today)")
+    parser.add_argument("--track", help=f"with --add: what it is a record of ({TRACK}, unless the logs tell no GPU)")
+    parser.add_argument("--target", type=tool.above_zero, help=f"with --add: the loss to be below ({TARGET}, as --track)")
     parser.add_argument(
         "--baseline", metavar="LOGS", help="with --add: logs to compare it with, kept beside, or a record's name"
     )
+    parser.add_argument("--pairs", action="store_true", help="with --add: compare seed by seed, as the runs alternated")
     parser.add_argument(
         "--keep-aside", action="store_true", help="with --add: keep logs that do not count; the page names them"
     )
     options = parser.parse_args(argv)
     if bool(options.add) != bool(options.logs) or options.add and not (options.description and options.contributors):
         parser.error("--add takes NAME, logs, --description and --contributors; without it there are no logs to name")
+    asked = [name for name in (*FIELDS, *OPTIONAL, "keep_aside") if getattr(options, name) != parser.get_default(name)]
+    if asked and not options.add:
+        parser.error(f"--{asked[0].replace('_', '-')} goes with --add")
+    if options.check and (options.add or options.picture):
+        parser.error("--check writes nothing: it goes without --add and --picture")
+    if options.pairs and not (options.add and options.baseline):
+        parser.error("--pairs goes with --add and its --baseline")
     try:
         with tool.alone(root):  # two at once would each write a table without the other's record
             update(options, root)

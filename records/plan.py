@@ -5,7 +5,6 @@ python records/plan.py 0.001 logs/baseline         # at the σ of these runs
 python records/plan.py 0.3 logs/baseline --time    # a difference of 0.3 s in mean time
 """
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -59,7 +58,7 @@ def plan(difference: float, spread: float, unit: str = "", between: tuple[float,
 
 def main(argv: list[str] | None = None) -> None:
     """The command line. Raises SystemExit with code 1 after a message for logs that give no σ, 2 for wrong options."""
-    parser = argparse.ArgumentParser(prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool.Parser("plan.py", __doc__)
     parser.add_argument("difference", type=tool.finite, help="of two means, that is to be shown")
     parser.add_argument("logs", nargs="*", default=[], metavar="LOGS", help="runs of one kind, whose σ is taken")
     parser.add_argument("--sigma", type=tool.finite, help=f"standard deviation between runs (of losses: {SIGMA:g})")

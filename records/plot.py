@@ -27,7 +27,7 @@ LINES = ("-", "--", ":", "-.")  # the next, when the colours begin again
 LONGEST = 30  # characters of a name
 
 
-def draw(groups: list[Group], target: float, path: str, pairs: bool = False) -> None:
+def draw(groups: list[Group], target: float, path: Path | str, pairs: bool = False) -> None:
     """The groups, the first being the baseline, into an image at `path`.
 
     Above: losses against step and time, step times. Below, a line a group: final losses and times, and, of several groups,
@@ -72,7 +72,7 @@ def new_figure(size: tuple[float, float], mosaic: list[list[str]], **how) -> tup
     return figure, figure.subplot_mosaic(mosaic, **how)
 
 
-def save(figure: Figure, panels: dict, path: str) -> None:
+def save(figure: Figure, panels: dict, path: Path | str) -> None:
     """With a light grid and no frames; whole, or the old file stays. Raises OSError."""
     for axes in panels.values():
         axes.spines[["top", "right"]].set_visible(False)

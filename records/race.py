@@ -9,7 +9,6 @@ in a folder of other sources or options, or of another host, or beside logs that
 data, by other versions, on other ranks or with other variables of the environment than those before.
 """
 
-import argparse
 import contextlib
 import fcntl
 import functools
@@ -30,7 +29,7 @@ import compare
 import tool
 from changes import other_tokens
 from kinds import differing, kind
-from launch.console import user_path
+from launch.console import console, user_path
 from launch.sources import Sources
 from runlog import RunLog, made_with, read_log
 from tool import ROOT, clean
@@ -97,7 +96,7 @@ def check(folder: Path, names: list[str], now: dict) -> bool:
         if "sources" in differ:
             old, new = before["sources"], now["sources"]
             differ[-1] = f"sources: {', '.join(sorted(name for name in {*old, *new} if old.get(name) != new.get(name)))}"
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RaceError(f"{path}: not what a race writes: give another --logs") from None
     if differ and logs:  # without one, an option may have been wrong
         raise RaceError(f"{folder}: holds a race of other {'; '.join(differ)}: put them back, or give another --logs")
@@ -189,12 +188,12 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
                 logs[log] = which, found
                 check_alike(logs)
                 continue
-            print(f"race: {clean(f'{log}: {fault}', one_line=True)}: made again", flush=True)
+            console(f"race: {clean(f'{log}: {fault}', one_line=True)}: made again")
             set_cut_aside(log)
         if conditions(scripts, options) != now:
             raise RaceError("a source has changed since the race began: put it back and start again, or give another --logs")
         begun = time.monotonic()
-        print(f"race: run {i} of {2 * count}: {names[which]}, seed {seed}", flush=True)
+        console(f"race: run {i} of {2 * count}: {names[which]}, seed {seed}")
         own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id=seed{seed}"]
         code = run_to_its_end([*RUN, str(scripts[which]), *options, *own])
         found = read_log(log) if log.exists() else RunLog(log, fault="it left no log")
@@ -206,29 +205,29 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
             raise RaceError(f"{names[which]}, seed {seed}: {why}. The same command goes on from there")
         logs[log] = which, found
         check_alike(logs)
-        print(f"race: {names[which]}, seed {seed}: {time.monotonic() - begun:.0f} s", flush=True)
+        console(f"race: {names[which]}, seed {seed}: {time.monotonic() - begun:.0f} s")
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line. Raises SystemExit with code 1 after a message for what cannot go on, 2 for wrong options."""
     argv = sys.argv[1:] if argv is None else argv
     own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(prog="race.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", nargs=2, type=Path, metavar="SCRIPT", help="the baseline, then the idea")
+    parser = tool.Parser("race.py", __doc__)
+    parser.add_argument("scripts", nargs=2, type=user_path, metavar="SCRIPT", help="the baseline, then the idea")
     parser.add_argument("count", type=int, metavar="N", help="runs of each")
     parser.add_argument("--logs", type=user_path, metavar="FOLDER", help="where to (logs/race-A-B)")
-    parser.add_argument("--target", type=tool.finite, default=3.28, help="compare.py's: the loss to be below (%(default)s)")
+    parser.add_argument("--target", type=tool.above_zero, default=3.28, help="compare.py's: the loss to be below (%(default)s)")
     parser.add_argument("--compare", action="store_true", help="start no run: compare those that are there")
     chosen = parser.parse_args(own)
     if chosen.count < 1:
         parser.error("N must be 1 or more")
     if given := [name for name in OWN if any(re.match(rf"--{name}(=|$)", option) for option in options)]:
         parser.error(f"--{given[0]} is the race's to give")
-    scripts = [script.resolve() for script in chosen.scripts]
-    if missing := [script for script in scripts if not script.is_file()]:
+    scripts = [Path(os.path.realpath(script)) for script in chosen.scripts]
+    if missing := [script for script in scripts if not os.path.isfile(script)]:
         parser.error(f"no such script: {missing[0]}")
     names = names_of(scripts)
-    folder = (chosen.logs or ROOT / "logs" / f"race-{names[0]}-{names[1]}").resolve()
+    folder = Path(os.path.realpath(chosen.logs or ROOT / "logs" / f"race-{names[0]}-{names[1]}"))
     try:
         folders = [folder / name for name in names]
         if not chosen.compare:

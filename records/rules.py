@@ -12,10 +12,16 @@ from runlog import RunLog, resumed_with_changes
 from t_tests import P
 from verdict import figure
 
-COMPILER_FLAG = re.compile(r"inductor|dynamo|functorch|(?<!\bre)\.compile\b|TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO")
-MAY_BE_ONE = re.compile(r"(?<!\bre\.)compile|environ|putenv|[gs]etattr|__dict__|\b(?:vars|exec|eval)\(|__import__|import_module")
+COMPILER_FLAG = re.compile(
+    r"inductor|dynamo|functorch\.|\btorch\.compile\b|(?<!\bre)\.compile\(|TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO"
+)
+MAY_BE_ONE = re.compile(
+    r"(?<!\bre\.)compile|functorch|environ|putenv|[gs]etattr|__dict__|\b(?:vars|exec|eval)\(|__import__|import_module"
+)
 COMPILER_VARIABLE = re.compile(r"""\b(?:TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO)\w*=(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
+OF_LOSS = re.compile(r"loss|entropy|softcap|validat|^forward$")
 CLOCK = {"clock", "start_clock", "paused"}  # attributes of a Run
+BY_NAME = {"getattr", "attrgetter", "methodcaller", "__getattribute__"}  # reach an attribute that no statement names
 DYNAMIC = {"setattr", "delattr", "__setattr__", "__delattr__", "exec", "eval", "vars", "globals", "locals", "__import__",
            "import_module", "__dict__", "__code__", "__globals__", "__defaults__"}  # change what no statement names
 BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
@@ -39,9 +45,10 @@ def check_list(baseline: Group, group: Group, row: dict, target: float) -> str:
         ("Every run has its own seed", *seeds(group)),
         ("The number of runs was fixed before, and all of them are here", OPEN,
          f"{plural(row['runs'], 'run')}, {len(row['set_aside'])} set aside; logs cannot tell of others"),
+        ("The validation loss is computed as the baseline's", *validation_loss(a, b)),
     ]  # fmt: skip
     if changed := [run.path.name for run in baseline.runs + group.runs if resumed_with_changes(run)]:
-        for i in (0, 2, 3, 4):  # what sources prove
+        for i in (0, 2, 3, 4, 8):  # what sources prove
             rule, mark, evidence = lines[i]
             lines[i] = rule, OPEN if mark == PROVEN else mark, f"{evidence}; but {names(changed)} went on with changed source"
     return "\n".join(f"- {mark} {rule}: {evidence}" for rule, mark, evidence in lines)
@@ -107,6 +114,30 @@ def started_otherwise(a: RunLog, b: RunLog) -> list[str]:
     changed = [name for name in after if not same_source(before.get(name), after[name])]
     more = [name for name in changed if outside_functions(after[name]) - outside_functions(before.get(name, b""))]
     return [f"{name}, outside its functions" for name in more]
+
+
+def validation_loss(a: RunLog, b: RunLog) -> tuple[str, str]:
+    if not a.sources or not b.sources:
+        return OPEN, "logs hold no sources"
+    before, after = losses(a), losses(b)
+    if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        return OPEN, f"read the diff of {names(differ)}"
+    if not after:
+        return OPEN, "no function's name tells of it"
+    return PROVEN, "forward passes, and functions named by a loss or a validation, are the baseline's; what they call may differ"
+
+
+def losses(run: RunLog) -> dict[str, str]:
+    """What may compute the loss, by class and name: forward passes, and functions whose names say so."""
+    found = {}
+    for source in run.sources.values():
+        tree = parsed(source)
+        classes = {id(x): f"{node.name}." for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for x in node.body}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and OF_LOSS.search(node.name):
+                name = f"{classes.get(id(node), '')}{node.name}"
+                found[name] = f"{found.get(name, '')} {ast.dump(node)}"
+    return found
 
 
 def compiler_flags(baseline: Group, group: Group) -> tuple[str, str]:
@@ -237,7 +268,8 @@ def names_in(node: ast.AST, context: type) -> set[str]:
 def untimed(source: bytes) -> dict[str, str]:
     """What a script does while the clock stands, by name: the statements before `run.start_clock()`, those `with
     run.paused(…)` and all that use the clock; then each function that these use, or that one of those uses. Methods are not
-    followed. And what it makes of the clock: its own classes of runs, what it is `with`, what it changes of its imports."""
+    followed. And what it makes of the clock: its own classes of runs, what it is `with`, what it changes of its imports, and
+    where it may reach it by another name."""
     tree, found, by_run = parsed(source), [], uses(source, "runtime.run")
     for statement in filter(lambda node: isinstance(node, ast.stmt), ast.walk(tree)):
         for body in (getattr(statement, name, None) for name in BODIES):
@@ -254,7 +286,16 @@ def untimed(source: bytes) -> dict[str, str]:
         more = [functions[name] for name in sorted(used)]
         reached |= {node.name: ast.dump(node) for node in more}
     own = {name: text for name, text in by_run.items() if name not in functions}
-    return {"the loop": " ".join(map(ast.dump, found)), **reached, **own}
+    by_name = " ".join(ast.dump(node) for node in ast.walk(tree) if isinstance(node, ast.stmt) and is_by_name(node))
+    return {"the loop": " ".join(map(ast.dump, found)), "what reaches attributes by name": by_name, **reached, **own}
+
+
+def is_by_name(statement: ast.stmt) -> bool:
+    """Does it itself reach attributes by names that it computes, or that a pattern of `match` names?"""
+    inner = [x for x in ast.iter_child_nodes(statement) if not isinstance(x, ast.stmt)]
+    nodes = [x for part in inner for x in ast.walk(part)]
+    names = {getattr(x, "id", getattr(x, "attr", "")) for x in nodes}
+    return bool(BY_NAME & names) or any(isinstance(x, ast.MatchClass) and x.kwd_attrs for x in nodes)
 
 
 def attributes_of(node: ast.AST) -> set[str]:

@@ -29,6 +29,7 @@ MAX_PARSES = 100  # in search of the end of a source
 EFFORT = 8, 1 << 20  # in search of the ends of all sources: bytes parsed for each byte of the log, and beyond
 A_SEARCH = 500  # bytes that a search counts at least
 LONGEST = 1e11  # ms: three years
+HIGHEST = 1e6  # validation loss, nats
 UNTIMED = 16  # steps: the oldest public runs start their clock again after ten
 
 PLAIN_LINE = re.compile(
@@ -69,6 +70,7 @@ FACTS = (
     ("CPU", r"^cpu: (.+)"),
     ("products", r"^products: (.+)"),
     ("variables", r"^variables: (.+)"),
+    ("read by its sources", r"^read by its sources: (.+)"),
 )
 
 
@@ -476,8 +478,8 @@ def incomplete(log: RunLog, order: list[int], body: bytes) -> str:
     for step, loss, _ in log.validations:
         if not isfinite(loss):
             return f"crashed: the validation loss is {loss} at step {step}"
-        if loss < 0:
-            return f"wrong loss: {loss:g} at step {step}, and no cross-entropy is negative"
+        if not 0 <= loss <= HIGHEST:
+            return f"wrong loss: {loss:g} at step {step}: a cross-entropy is between 0 and, of any run, {HIGHEST:g}"
     if last < 0:
         return "cut short before its first step"
     validated = log.validations[-1][0] if log.validations else -1
@@ -501,12 +503,13 @@ SMI_ROW = re.compile(
     r"^\| {1,9}\d{1,3} {1,9}(\S[^|\n]{0,80}?) {1,60}(?:On|Off|N/A)? {0,9}\| {1,9}([\dA-Fa-f]{4,8}(?::[\dA-Fa-f]{2}){2}\.\d)",
     re.MULTILINE,
 )
-MADE_WITH = ("PyTorch", "CUDA", "Triton", "attention", "ranks", "GPUs")  # of RunLog.facts
+MADE_WITH = ("PyTorch", "CUDA", "Triton", "attention", "ranks", "GPUs", "read by its sources")  # of RunLog.facts
 MACHINE = (
     ("host", r"(?im)^host(?:name)?\s*[:=]\s*([^\s,]+)"),
     ("driver", r"\bDriver Version: (\S+)"),
     ("kernel", r"(?m)^(\S+), \d+ ranks$"),
     ("CPU", r"(?m)^cpu: (.+ cores(?:, \d+ threads a rank)?)"),
+    ("CPU instructions", r"(?m)^products: [^\n]{1,200}, on (\S+)$"),  # of CPUs of one name
     ("ranks", r"(?m), (\d+) ranks$"),
 )
 DATES = (

@@ -22,6 +22,9 @@ LOSS = (
 )
 
 
+NAME = 6  # characters of a name on a line, at least
+
+
 def say(console, text: str, style: str | None = None, wrap: bool = True, lines: bool = False) -> None:
     """A line, as it is: without rich's markup, emoji and highlighting, nor what a foreign log would do to a terminal."""
     console.print(
@@ -66,13 +69,28 @@ def signed(difference) -> str:
 
 
 def print_table(rows: list[dict], target: float, console) -> None:
-    """One table, or where a terminal is too narrow for it two, of times and of losses."""
-    below = (f"p(<{target:g})", "loss_p_below_target", ".2g")
-    table = make_table(rows, (*TIME, *LOSS, below), console)
-    if console.is_terminal and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
-        console.print(make_table(rows, TIME, console))
-        table = make_table(rows, (*LOSS, below), console)
-    console.print(table)
+    """One table; where a terminal is too narrow for it two, of times and of losses, or more; where none fits, lines."""
+    losses = *LOSS, (f"p(<{target:g})", "loss_p_below_target", ".2g")
+    if not console.is_terminal or width(rows, (*TIME, *losses), console) <= console.width:
+        console.print(make_table(rows, (*TIME, *losses), console))
+        return
+    folded_names = [{**row, "name": "-" * NAME} for row in rows]
+    for columns in (TIME, losses):
+        while columns:
+            counts = range(len(columns), 0, -1)
+            if count := next((n for n in counts if width(folded_names, columns[:n], console) <= console.width), 0):
+                console.print(make_table(rows, columns[:count], console))
+            else:
+                count = len(columns)
+                for row in rows:
+                    told = (f"{header} {figure(row.get(key), form)}" for header, key, form in columns if key in row)
+                    say(console, f"{row['name']}: {', '.join(told)}")
+            columns = columns[count:]
+
+
+def width(rows: list[dict], columns: tuple, console) -> int:
+    """Characters that a table takes with no name folded."""
+    return console.measure(make_table(rows, columns, console), options=console.options.update(width=1000)).maximum
 
 
 def make_table(rows: list[dict], columns: tuple, console):
@@ -85,7 +103,7 @@ def make_table(rows: list[dict], columns: tuple, console):
     table = Table(
         box=box.SIMPLE_HEAD if terminal else box.MARKDOWN, pad_edge=not terminal, padding=(0, 1, 0, 0) if terminal else (0, 1)
     )
-    table.add_column("", overflow="fold", min_width=6)
+    table.add_column("", overflow="fold", min_width=NAME)
     for header, _, _ in columns:
         if header == "p" and len(rows) > 2:
             header = "p Holm"

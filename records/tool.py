@@ -1,5 +1,7 @@
 """What the command lines in records/ share: their packages, text that only shows, and one line for an error."""
 
+import argparse
+import contextlib
 import fcntl
 import math
 import os
@@ -7,11 +9,11 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
+from launch import console, environment
 
 
 def clean(text: object, one_line: bool = False) -> str:
@@ -36,11 +38,26 @@ def fenced(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
+class Parser(console.Parser):
+    """A tool's options; its docstring is its help."""
+
+    def __init__(self, name: str, about: str):
+        super().__init__(prog=name, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def finite(text: str) -> float:
     """An option's number. Raises ValueError for what is none."""
     if not math.isfinite(value := float(text)):
         raise ValueError
     return value
+
+
+def above_zero(text: str) -> float:
+    """The same of a loss to be below. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if (value := finite(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{clean(text[:40])!r}: must be a number above 0")
 
 
 def write(path: Path, text: str) -> None:
@@ -51,7 +68,7 @@ def write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-@contextmanager
+@contextlib.contextmanager
 def alone(folder: Path, wait: bool = True) -> Iterator[None]:
     """Keeps others that ask for it out of a folder, which is there, or waits for one inside; a file system without locks keeps
     none out. Raises BlockingIOError at once if one is inside and not wait."""
@@ -80,7 +97,7 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
         print(f"{Path(sys.argv[0]).name}: error: {what}", file=sys.stderr)
         raise SystemExit(2)
     if packages:
-        go_on_with_packages()
+        environment.go_on("records/requirements.txt")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as after nohup
 
@@ -120,14 +137,3 @@ def end(message: str, code: int = 1) -> None:
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(code)
-
-
-def go_on_with_packages() -> None:
-    """Start this command again in the interpreter that has the tools' packages, if this is not it."""
-    sys.path.insert(0, str(ROOT))
-    from launch import environment
-
-    environment.PROGRAM = Path(sys.argv[0]).name
-    python = environment.ensure([str(ROOT / "records" / "requirements.txt")])
-    if python != sys.executable:
-        os.execv(python, [python, *sys.orig_argv[1:]])

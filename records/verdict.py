@@ -181,6 +181,10 @@ def cautions_of_both(a: Group, b: Group, pairs: bool, why_not: str) -> list[str]
     if copies:
         found.append(f"{plural(len(copies), 'run')} of {b.name}, such as {copies[0].path}, have the times and losses of a "
                      f"run of {a.name}")  # fmt: skip
+    products = [{run.facts["products"] for run in group.runs if "products" in run.facts} for group in (a, b)]
+    if all(products) and products[0] != products[1] and not why_not:
+        ways = " against ".join("; ".join(sorted(each)) for each in products)
+        found.append(f"{b.name} multiplied otherwise than {a.name} ({ways}): times compare only if its source wants that")
     if why_not:
         return found
     dates = [sorted(date for run in group.runs if (date := started(run))) for group in (a, b)]
@@ -240,7 +244,8 @@ def tested(row: dict, what: str, words: tuple[str, str, str], digits: int, unit:
     difference, p = row[f"{what}_difference"], row[f"{what}_p_holm"]
     word, size = words[difference > 0], f"by {abs(difference):.{digits}f}{unit}{share}"
     if math.isnan(p):
-        why = "it takes two runs of each at least" if row["fewest"] < 2 else "the runs do not differ at all (one seed?)"
+        alike = "all pairs differ by as much" if row["pairs"] else "the runs do not differ at all (one seed?)"
+        why = "it takes two runs of each at least" if row["fewest"] < 2 else alike
         same = f"the same {'time' if what == 'equal' else what}"
         return f"{f'{word} {size}' if difference else same}, but no test: {why}"
     tail = f"p = {figure(p)}{f' (Holm, {ideas} ideas)' if ideas > 1 else ''}{', in pairs' if row['pairs'] else ''}"

@@ -3,8 +3,8 @@
 A manager's state is a nest of dicts in three parts: "same", what every rank holds; "sharded", by label, rows of which each
 rank holds its own; "partial", by label, tensors whose sum over the ranks counts (pending gradients). A file has the shards put
 together, the partial sums apart, and the course: what the steps took by their schedule. The manager gives state_dict(),
-load_state_dict(state), layout(step): shapes and dtypes of the whole state at the start of a step, own_rows: slices by label,
-batch_tokens(step), ticks(step), by average, and contradictions(state, step): what cannot be, a sentence each.
+load_state_dict(state), layout(step): shapes and dtypes of the whole state at the start of a step (None: all gradients pend),
+own_rows: slices by label, batch_tokens(step), ticks(step), by average, and contradictions(state, step): a sentence each.
 """
 
 import contextlib
@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.shards import drop_leftovers, whole_file
+from data.shards import drop_leftovers, stored, whole_file
 from launch.console import reason, tell
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
 
-MAGIC = b"bankrun checkpoint 2\n"  # then the SHA-256 of the rest, 32 bytes, then the rest: what torch.save writes
-LATEST = "latest"
+MAGIC, LATEST = b"bankrun checkpoint 2\n", "latest"  # after the magic the SHA-256 of the rest, then that, of torch.save
 
 
 class CheckpointError(ValueError):
@@ -89,7 +88,7 @@ def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
 
 
 def step_of(path: Path) -> int:  # by its name; -1 if that is no checkpoint's
-    return int(match[1]) if (match := re.fullmatch(r"step_(\d+)\.pt", path.name)) else -1
+    return int(match[1]) if (match := re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})\.pt", path.name)) else -1
 
 
 def checkpoints(folder: Path, run: str = ".") -> list[Path]:
@@ -115,11 +114,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if hashlib.sha256(payload).digest() != digest:
         raise CheckpointError(f"{path}: damaged or cut short, its SHA-256 is another: resume from an earlier checkpoint")
     try:
-        saved = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+        saved = torch.load(stored(payload), map_location="cpu", weights_only=True)
     except Exception as error:  # the file's fault, whatever torch.load makes of it
         raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(saved, dict) or not saved:
         raise CheckpointError(f"{path}: holds {f'a {type(saved).__name__}' if saved else 'nothing'} instead of a run's state")
+    odd = [x for x, y in leaves(saved) if isinstance(y, Tensor) and (y.is_meta or y.layout != torch.strided)]
+    raise_if(path, [f"{x} is sparse or without numbers" for x in odd])
     return saved
 
 
@@ -154,7 +155,7 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
             file.write(b"probe")
     except OSError as error:  # a full disk names no file
         raise OSError(f"{folder}: cannot be written: {reason(error)}: see to it, or give another --log_dir") from error
-    files = max(1, min(saves, keep + 1 - len(checkpoints(folder))))  # each with its log: 1 MiB
+    files = min(saves, max(1, keep + 1 - len(checkpoints(folder))))  # each with its log: 1 MiB
     each = (x.nbytes * (ranks if name.startswith("partial.") else 1) for name, x in leaves(layout) if isinstance(x, Tensor))
     if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free):
         need = f"{files} checkpoints need {size:,} bytes, {free:,} are free"
@@ -193,17 +194,15 @@ def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> No
 def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[str, str], manager: Any) -> None:
     """Raise CheckpointError, with the first differences, unless these settings, shards and schedule can go on from it."""
     check_recipe(path, saved, manager.own_rows)
-    was, held = (saved[kind] if isinstance(saved.get(kind), dict) else {} for kind in ("hyperparameters", "shards"))
+    was, held, took = (x if isinstance(x := saved.get(kind), dict) else {} for kind in ("hyperparameters", "shards", "course"))
     read, was_read = ({name: x for name, x in some.items() if "CRC-32" in f"{x}"} for some in (shards, held))
     faults = differences(was, vars(settings), "hyperparameters.") + differences(read, was_read, "shards.")
-    for here, there in ((vars(settings), was), (read, was_read)):
-        changed = (name for name in here if name in there and name not in MAY_CHANGE_ON_RESUME and there[name] != here[name])
-        faults += [f"{name} is {there[name]!r}, here {here[name]!r}" for name in changed]
-    raise_if(path, faults)
+    here, there = vars(settings) | read, was | was_read
+    changed = (x for x in here if x in there and x not in MAY_CHANGE_ON_RESUME and f"{there[x]!r}" != f"{here[x]!r}")
+    raise_if(path, faults + [f"{x} is {there[x]!r}, here {here[x]!r}" for x in changed])
     check_usable(path, saved, manager, settings.total_iterations)
-    course = {"tokens": sum(map(manager.batch_tokens, range(saved["step"]))), **manager.ticks(saved["step"])}
-    took = course | saved.get("course", {})
-    raise_if(path, [f"its steps took {took[x]!r:.30} {x}, here they take {n}" for x, n in course.items() if took[x] != n])
+    due = {"tokens": sum(map(manager.batch_tokens, range(saved["step"]))), **manager.ticks(saved["step"])}.items()
+    raise_if(path, [f"its steps took {took[x]!r:.30} {x}, here they take {n}" for x, n in due if f"{took.get(x, n)}" != str(n)])
 
 
 def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) -> None:
@@ -215,8 +214,9 @@ def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) ->
     step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
     raise_if(path, [] if 0 <= step <= total else [f"step is {step}, must be 0 to {total}"])
     faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]
-    ranks, layout = range(len(parts) if isinstance(parts, dict) and parts else 1), manager.layout(step)
-    raise_if(path, faults + differences(state, {**layout, "partial": dict.fromkeys(ranks, layout["partial"])}, "state."))
+    ranks, layout = (parts if isinstance(parts, dict) else {}) or {0: {}}, manager.layout(None)
+    pending = {x: layout["partial"][x] for x, _ in leaves(ranks.get(0)) if x in layout["partial"]}  # an idea may step otherwise
+    raise_if(path, faults + differences(state, {**layout, "partial": dict.fromkeys(range(len(ranks)), pending)}, "state."))
     rules = (
         (0 <= saved["seconds"] < math.inf, f"seconds is {saved['seconds']}, must be 0 or more and finite"),
         (is_plain_name(saved["run_id"]), f"run_id is {saved['run_id']!r}, must be a file's name"),

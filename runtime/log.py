@@ -90,8 +90,8 @@ class Log:
         found = os.fstat(self.file.fileno())
         self.place, self.size = (found.st_dev, found.st_ino), found.st_size
 
-    def show(self, text: str) -> None:  # for the console alone; a sample or a name cannot move its cursor
-        if not self.quiet:
+    def show(self, text: str) -> None:  # any text for the console alone; a sample or a name cannot move its cursor
+        if text and not self.quiet:
             console(("\r\x1b[K" if self.live else "") + printable(text))
 
     def progress(self, line: str, live_line: str) -> None:
@@ -138,10 +138,9 @@ class Clock:
 
 
 class StepReport:
-    """What all ranks have to say of a step, and its end.
-    The mean of their losses and their reasons to stop travel in one asynchronous all-reduce of five numbers, during the last
-    backward pass, and are read before the update: the device never waits, all ranks decide alike, and a loss that is not
-    finite never reaches the weights. On a GPU the end is waited for one step later."""
+    """What all ranks have to say of a step: the mean of their losses and their reasons to stop, in one asynchronous all-reduce of
+    five numbers during the last backward pass, read before the update. The device never waits, all ranks decide alike, and a
+    loss that is not finite never reaches the weights. On a GPU the step's end is waited for one step later."""
 
     def __init__(self, step: int, loss: Tensor, stop: int, ranks: Ranks):
         """loss: of this rank, 0-dim; stop: one of STOPS, or 0. Launches the reduction."""

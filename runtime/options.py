@@ -15,9 +15,9 @@ MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # shards may move
 MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one experiment, whose mean is taken
 
 
-def setting(default: Any, meaning: str, least: int = 1, choices: tuple[str, ...] = (), path: bool = False) -> Any:
-    """A field of a settings dataclass. least: of a whole number; choices: of a text; path: a text that is
-    a path, which launch/start.py makes the project's where none is given; floats are positive and finite; 0 needs least=0."""
+def setting(default: Any, meaning: str, least: float = 1, choices: tuple[str, ...] = (), path: bool = False) -> Any:
+    """A field of a settings dataclass. least: of a number; a float is above 0, unless that is 0 or less; choices: of a text;
+    path: a text that is a path, which launch/start.py makes the project's where none is given."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "choices": choices, "path": path})
 
 
@@ -29,8 +29,8 @@ def check_values(settings: Any) -> None:
         if types[field.name] is int and not least <= value < 2**40:
             limit = "below 2**40" if value >= least else f"{least} or more" if least != 1 else "positive"
             raise ValueError(f"--{field.name}={value}: must be {limit}")
-        if types[field.name] is float and not (0 < value < math.inf or value == least):
-            raise ValueError(f"--{field.name}={value}: must be positive and finite{', or 0' if least == 0 else ''}")
+        if types[field.name] is float and not (0 < value < math.inf or least < 1 and least <= value < math.inf):
+            raise ValueError(f"--{field.name}={value}: must be {'positive' if least == 1 else f'{least} or more'} and finite")
         if choices and value not in choices:
             raise ValueError(f"--{field.name}={value}: must be {' or '.join(choices)}")
 
@@ -53,7 +53,7 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
         meaning = f"{field.metadata.get('meaning', '')} ({field.default!r}{others})".replace("%", "%%")
         kind = get_type_hints(settings)[field.name]
         taken = {bool: boolean, str: str if "empty:" in meaning else not_empty(field.metadata.get("meaning", ""))}
-        how = dict(type=taken.get(kind, kind), metavar=kind.__name__.upper())
+        how = dict(type=taken.get(kind, kind if callable(kind) else str), metavar=getattr(kind, "__name__", f"{kind}").upper())
         parser.add_argument(f"--{field.name}", **how, default=argparse.SUPPRESS, help=meaning)
     given = vars(parser.parse_args(argv))
     return settings(**{**presets[given.pop("preset")], **given})

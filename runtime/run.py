@@ -19,9 +19,10 @@ import torch.distributed as dist
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import RunError, Stopped, encoded, tell
-from launch.machine import apart, check_buffers, checksum, checksums, machine_facts, peak_memory, settings_text
+from launch.machine import apart, checksum, checksums, machine_facts, peak_memory, settings_text
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
+from launch.unsaved import check_names, kept_outside, warm_up_traces
 from runtime import checkpoints
 from runtime.log import Clock, Log, StepReport, log_header, step_line
 from runtime.ranks import Ranks
@@ -74,27 +75,27 @@ class Run:
         new = s.resume == checkpoints.LATEST and {*checkpoints.checkpoints(path.parent)} - {*there}
         ranks.raise_together(RunError(f"run {s.run_id} has saved a checkpoint meanwhile: start again") if new else None)
         ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path, s) if ranks.first else (str,))
-        self.layout = manager.layout(1)
+        self.layout, self.outside = manager.layout(1), kept_outside(manager, self.sources)
         room = checkpoints.check_room, self.folder, self.layout, ranks.world_size, s.keep_checkpoints
         ranks.on_all(*(*room, len(self.saved_steps)) if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
-        facts = [*machine_facts(ranks.device, ranks.world_size), *facts, f"{self.sources.script} {settings_text(s)}"]
+        facts = [*machine_facts(ranks.device, ranks.world_size, self.logged), *facts, f"{self.sources.script} {settings_text(s)}"]
         header = resumption_note(path, saved, self.logged, facts) if s.resume else log_header(self.logged, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))
-        compiles = getattr(s, "compile", False) or ranks.device.type == "cuda"
-        self.log.show("warm-up: every shape, compiled: minutes" if compiles else "warm-up: the first step's shapes")
+        minutes = getattr(s, "compile", False) or ranks.device.type == "cuda"
+        self.log.show("warm-up: every shape, compiled: minutes" if minutes else "warm-up: the first step's shapes")
 
     def restore(self) -> None:
         """The checkpoint's state, if any, into the manager's. Raises AgreedError if the warm-up has changed a buffer."""
-        self.ranks.on_all(check_buffers, self.buffers, self.manager.live_tensors().get("buffers", {}))
+        self.log.show(self.ranks.on_all(warm_up_traces, self.buffers, self.outside, self.manager, self.sources))
         if self.resumed:
             checkpoints.load_whole_state(self.manager, self.resumed["state"], self.ranks)
             self.resumed = None  # as large as the model with its optimizer
 
     def start_clock(self) -> None:
-        """From here on time counts, and a signal waits for the end of its step. Garbage is collected before, the rest is never
-        looked at again: after compiling, one full collection takes most of a second, and all ranks wait for the slowest."""
+        """From here on time counts, and a signal waits for its step. Garbage is collected once, before: after compiling, a full
+        collection takes most of a second, and all ranks wait for the slowest."""
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)  # what ends with the process has not leaked
@@ -170,8 +171,7 @@ class Run:
         if not self.signals.agreed:
             if (culprits := self._name_non_finite()) or not math.isfinite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
-            each = self.ranks.gather(checksums("weights", self.manager.live_tensors()["weights"]))
-            if fault := apart(each, step):
+            if fault := apart(self.ranks.gather(checksums("weights", self.manager.live_tensors()["weights"])), step):
                 self.ranks.raise_together(None if self.ranks.device.type == "cuda" else RunError(fault))
                 self.log.write(f"caution: {fault}", console=True)
             self.log.write(step_line(step, self.total, self.clock.before, loss), console=True)
@@ -257,6 +257,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
             manager = script.build(s, Ranks(0, world_size, place))
     finally:
         dist.destroy_process_group()
+    large or check_names(manager)  # of meta no state can be copied
     run_id, path, first = s.run_id, None, 0
     if s.resume:
         path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)

@@ -3,6 +3,7 @@
 `train_gpt` is the script that SCRIPT names (SCRIPT=idea.py ./test.sh), in every process that has imported this file.
 """
 
+import ctypes
 import datetime
 import gc
 import importlib.util
@@ -205,6 +206,23 @@ def copy_project(root: Path) -> Path:
     return root
 
 
+def unreadable(folder: Path) -> Path:
+    """The folder, with scripts in it that nobody may read, but root's rights (without_rights), and one that is a loop."""
+    (folder / "closed").mkdir()
+    for name in ("closed/idea.py", "unread.py"):
+        (folder / name).write_text("x = 1\n")
+    (folder / "unread.py").chmod(0)
+    (folder / "closed").chmod(0)
+    (folder / "loop.py").symlink_to("loop.py")
+    return folder
+
+
+def without_rights() -> None:
+    """A preexec_fn: root's process may then read what its user may, and no more (PR_CAPBSET_DROP of what passes by modes)."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+
+
 # Processes
 
 
@@ -261,7 +279,10 @@ def become_new(stdout: Any, stderr: Any, env: dict[str, str] | None) -> None:
             file = os.open(os.devnull, os.O_WRONLY) if given == subprocess.DEVNULL else given
             os.dup2(file if isinstance(file, int) else file.fileno(), number)
     gc.freeze()  # collected here, the garbage of earlier tests would close its files' numbers again, which name other files by then
-    os.closerange(3, 256)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/dev/fd")):  # closed, but no other file gets its number: a logger may hold it, which writes
+        if number > 2 and number != null:
+            os.dup2(null, number, inheritable=False)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, errors="backslashreplace", closefd=False) for number in (1, 2))
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():

@@ -29,6 +29,16 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """The message with which these arguments end the program, that prints nothing else."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        codegen.main([*arguments])
+    printed, code = capsys.readouterr(), exit_.value.code
+    assert code and printed.out == ""
+    return code if isinstance(code, str) else printed.err
+
+
 # Counting
 
 
@@ -244,7 +254,7 @@ generated.CONFIGS = 1  # of a kernel: the fewest of several are counted in small
 """
 
 
-def test_the_command_shows_a_script_and_two_beside_each_other(tmp_path: Path) -> None:
+def test_the_command_shows_a_script_and_two_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Of a model with one layer: the products are its own, what is kept is more than its hidden layer, and less than all."""
     idea, counted = tmp_path / "idea.py", tmp_path / "counted.json"
     idea.write_text(IDEA.format(root=str(ROOT), script=str(ROOT / "train_gpt.py")))
@@ -266,10 +276,10 @@ def test_the_command_shows_a_script_and_two_beside_each_other(tmp_path: Path) ->
     done = run("bench/codegen.py", str(counted), f"--against={counted}", f"--tokens={T}")
     assert done.returncode == 0, done.stderr
     assert cells(done.stdout, "**all**")[-1] == "+0.00 ms"
-    check_counted_otherwise(tmp_path, counted)
+    check_counted_otherwise(tmp_path, counted, capsys)
 
 
-def check_counted_otherwise(folder: Path, counted: Path) -> None:
+def check_counted_otherwise(folder: Path, counted: Path, capsys: pytest.CaptureFixture) -> None:
     """Counts of other options, or of another compiler, are no counts of these: training passed for validation."""
     (found,), other = json.loads(counted.read_text()), folder / "other.json"
     cases = [
@@ -278,24 +288,32 @@ def check_counted_otherwise(folder: Path, counted: Path) -> None:
         ({"saved": True}, [], "was counted otherwise, by --saved: "),
         ({}, ["--tokens=256"], "was counted otherwise, by --tokens=256: "),
         ({}, ["--optimizer"], "was counted otherwise, by --optimizer --world_size=8: "),
+        *[({"passes": {f"{T}": wrong}}, [], "holds no counts of this version: ") for wrong in (5, [5], [{}])],
         ({"passes": None}, [], "holds no counts of this version: "),
         ({"torch": "1.0"}, [f"--against={counted}"], "was counted by PyTorch 1.0, "),
     ]
     for change, options, said in cases:
         other.write_text(json.dumps([found | change]))
-        done = run("bench/codegen.py", str(other), *([f"--tokens={T}"] if "--tokens=256" not in options else []), *options)
-        assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"bench/codegen.py: {other}"), done
-        assert said in done.stderr and done.stderr.count("\n") == 1
-    for text in ("", "{}", "[]", "[1]", "x"):
+        message = refused(capsys, str(other), *([f"--tokens={T}"] if "--tokens=256" not in options else []), *options)
+        assert message.startswith(f"bench/codegen.py: {other}") and said in message and "\n" not in message
+    for text in ("", "{}", "[]", "[1]", "x", "[" * 100_000):
         other.write_text(text)
-        assert "holds no counts of this version: make it anew with --output\n" in run("bench/codegen.py", str(other)).stderr
-    done = run("bench/codegen.py", str(counted), f"--output={folder}/no/such.json")
-    assert done.returncode == 1 and done.stderr == f"bench/codegen.py: error: {folder}/no/such.json: No such file or directory\n"
+        assert refused(capsys, str(other)).endswith("holds no counts of this version: make it anew with --output")
+    message = refused(capsys, str(counted), f"--output={folder}/no/such.json")
+    assert message == f"bench/codegen.py: error: {folder}/no/such.json: No such file or directory"
 
 
-def test_errors_say_what_to_do(tmp_path: Path) -> None:
-    done = run("bench/codegen.py", "nowhere.py")
-    assert done.returncode == 1 and done.stderr.strip() == "bench/codegen.py: there is no script nowhere.py"
+def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("bench/codegen.py", "nowhere\x1b[31m.py")
+    assert done.returncode == 1 and done.stderr.strip() == r"bench/codegen.py: there is no script nowhere\x1b[31m.py"
+    with monkeypatch.context() as patch:
+        patch.setattr(codegen, "run_child", lambda *_: pytest.fail("the first was compiled"))
+        assert refused(capsys, "--against=nope.py") == "bench/codegen.py: there is no script nope.py"
+    message = refused(capsys, str(ROOT / "README.md"))
+    assert message.startswith(f"bench/codegen.py: {ROOT / 'README.md'} is no script (.py), nor what --output")
+    for text in ("0", "7,x", "", "-1"):
+        said = f"argument --tokens: {text!r}: must be whole numbers from 1 to 16777216, by comma"
+        assert said in refused(capsys, f"--tokens={text}")
     broken = tmp_path / "broken.py"
     broken.write_text("import attention")
     (tmp_path / "attention.py").write_text("raise RuntimeError('this idea does not run')")  # it finds the one beside it

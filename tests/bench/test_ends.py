@@ -24,7 +24,8 @@ import runpy, sys
 sys.executable, sys.argv = {child!r}, sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-TOOLS = ["grad_dtype.py", "order.py validate", "codegen.py", "gpu.py --dry-run", "first_minutes.py"]
+SMALL = "--num_scheduled_iterations=6 --num_extension_iterations=2 --val_tokens=1024 --val_batch_tokens=1024"
+TOOLS = [f"grad_dtype.py {SMALL} --data={{shards}}", "order.py validate", "codegen.py", "gpu.py --dry-run", "first_minutes.py"]
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def start(tmp_path):
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_signal_leaves_neither_ranks_nor_folders(start, tmp_path, tool):
+def test_a_signal_leaves_neither_ranks_nor_folders(start, shards, tmp_path, tool):
     number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[TOOLS.index(tool) % 3]
-    process = start(tool)
+    process = start(tool.format(shards=shards))
     rank = Path("/proc", text_of(tmp_path / "rank").strip())
     assert rank.exists() and (list((tmp_path / "tmp").iterdir()) or tool == "gpu.py --dry-run")
     process.send_signal(number)
@@ -88,6 +89,24 @@ finally:
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGHUP, f"{-signal.SIGTERM}\nNone\n", "")
 
 
+@pytest.mark.parametrize("seconds, code", [(0.0, 128 + signal.SIGINT), (1.5, -signal.SIGTERM)])
+def test_a_signal_that_comes_again_at_once_is_the_same(tmp_path, seconds, code) -> None:
+    """Ctrl-C in a terminal, and the parent's SIGTERM: the second came while a folder was cleaned up, which stayed."""
+    source = f"""
+import os, signal, tempfile, time
+from launch import console
+with console.ended_by_signals(), tempfile.TemporaryDirectory(dir={f"{tmp_path}"!r}):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(9)
+    finally:
+        time.sleep({seconds})
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr, len(list(tmp_path.iterdir()))) == (code, "", int(code < 0))
+
+
 def test_what_nohup_ignores_ends_no_tool(start, tmp_path):
     process = start("first_minutes.py", signal.SIG_IGN)
     process.send_signal(signal.SIGHUP)
@@ -96,6 +115,14 @@ def test_what_nohup_ignores_ends_no_tool(start, tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM and (tmp_path / "ended").exists()
+
+
+def test_no_version_is_not_all_versions_that_pass(tmp_path):
+    """VERSIONS=" " ended with code 0, and nothing was tested."""
+    command = ["bash", f"{ROOT / 'bench' / 'versions.sh'}", f"{tmp_path / 'made'}"]
+    done = subprocess.run(command, env={**os.environ, "VERSIONS": " "}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("bench/versions.sh: error: VERSIONS is blank: ")
+    assert not done.stdout and not (tmp_path / "made").exists()
 
 
 def test_a_reader_that_has_enough_is_no_fault() -> None:

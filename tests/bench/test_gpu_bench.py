@@ -127,8 +127,8 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_unknown_section_is_refused() -> None:
-    done = bench("--only=kernel")
-    assert done.returncode == 2 and "no section kernel" in done.stderr
+    done = bench("--only=kernel\x1b[2J")
+    assert done.returncode == 2 and r"no section kernel\x1b[2J" in done.stderr
 
 
 @pytest.mark.gpu

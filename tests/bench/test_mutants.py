@@ -112,6 +112,13 @@ def test_results_are_kept_and_what_was_missed_is_tried_again(project, monkeypatc
     assert mutants.known(results) == {CHANGES["noticed"]: "test_double.py::test_double"}
 
 
+def test_options_that_cannot_be_meant_are_told_before_the_tests(project, capsys):
+    for option, message in (("--jobs=0", "0 is not in 1..16"), (f"--results={project}", "a folder, and no file in one")):
+        with pytest.raises(SystemExit, match="2"):
+            main([option])
+        assert message in capsys.readouterr().err
+
+
 def test_tests_that_hang_are_no_answer(project, monkeypatch, capsys):
     """And are ended."""
     choose(monkeypatch, "hangs")

@@ -235,7 +235,9 @@ def test_a_late_rank_decides_when_a_collective_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", ["no step's row", "a time in words", "a step alone", "labels that are none", "a step in words", "an end before"]
+    "broken",
+    ["no step", "a time in words", "a step alone", "labels that are none", "a step in words", "an end before", "an escape"]
+    + [f"no {row[2]} of {row[1]}" for row in made_rows()[:-1]],
 )
 def test_a_trace_that_is_not_whole_is_named(tmp_path: Path, broken: str) -> None:
     rows = made_rows()
@@ -247,7 +249,11 @@ def test_a_trace_that_is_not_whole_is_named(tmp_path: Path, broken: str) -> None
         rows[0][4] = rows[0][3] - 1
     if broken == "labels that are none":
         rows[0][1] = None
-    rows = {"no step's row": rows[:-1], "a step alone": rows[-1:]}.get(broken, rows)
+    if broken == "an escape":
+        rows = [[row[0], row[1].replace("a", "\x1b"), *row[2:]] for row in rows]
+    if broken.startswith("no "):
+        rows = [row for row in rows if f"no {row[2]} of {row[1]}" != broken]
+    rows = {"no step": rows[:-1], "a step alone": rows[-1:]}.get(broken, rows)
     with pytest.raises(ModelError, match="made.trace.json is no (whole )?trace: give the file that a run with --trace_steps=A:B"):
         traces.read_trace(written(tmp_path, rows))
 
@@ -276,13 +282,16 @@ def test_show_prints_the_table_the_reasons_and_the_orders_to_try(tmp_path: Path,
         (["simulate", "/dev/zero"], r"/dev/zero: not a regular file: give a file"),
         (["search", "--tasks=/dev/zero"], r"/dev/zero: not a regular file: give a file"),
         (["search", "--machine=nine"], r"--machine=nine: .*: use .*8xh100"),
+        *[([*command, "{deep}"], r"is no trace|nested too deep") for command in (["show"], ["simulate"])],
+        *[(["search", f"--{option}={{deep}}"], "nested too deep") for option in ("tasks", "machine")],
         (["search", "--scale=8,12"], r"--scale: 12 ranks do not fill nodes of 8: use a multiple"),
     ],
 )
 def test_bad_input_ends_with_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("[1, 2]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(SystemExit) as exit_:
-        order.main([argument.format(file=tmp_path / "file") for argument in arguments])
+        order.main([argument.format(file=tmp_path / "file", deep=tmp_path / "deep.json") for argument in arguments])
     assert re.search(message, str(exit_.value)) and "\n" not in str(exit_.value)
 
 
@@ -294,9 +303,14 @@ NONSENSE = {  # in a file: the command, and what is told
     "a negative slowdown": ({"operations": [A], "compute_slowdown": -1}, "simulate", r"slowdowns are \[-1.0, 0.0\], must be 0 or more"),
     "an endless slowdown": ({"operations": [A], "communication_slowdown": 1e999}, "simulate", "slowdowns are"),
     "a part of a channel": ({"operations": [A], "channels": 2.7}, "simulate", "channels is 2.7"),
-    "an escape": ({"operations": [{**A, "name": "\x1b", "seconds": -1}]}, "simulate", r"operation \\x1b takes -1 seconds"),
+    "an escape": ({"operations": [{**A, "name": "\x1b", "seconds": -1}]}, "simulate", r"operation '\\x1b': a name must be"),
+    "a negative time": ({"operations": [{**A, "seconds": -1}]}, "simulate", "operation a takes -1 seconds"),
     "no task": ({"tasks": {}}, "search --tasks", "one at least, and numbers of 0 or more"),
     "a task in words": ({"tasks": {"a": {"reduce": 1, "update": "1"}}}, "search --tasks", "update is '1'"),
+    "an endless number": ({"operations": [{**A, "seconds": 10**400}]}, "simulate", "a number of 401 digits"),
+    "an endless slowdown of digits": ({"operations": [A], "compute_slowdown": 10**400}, "simulate", "a number of 401 digits"),
+    "labels of lists": ({"tasks": {"a": {"reduce": 1, "update": 1}}, "work": [["a"], ["b"]]}, "search --tasks", "are lists of labels"),
+    "labels of numbers": ({"tasks": {"a": {"reduce": 1, "update": 1}}, "work": [1, 2]}, "search --tasks", "are lists of labels"),
     "a negative task": ({"tasks": {"a": {"reduce": 1, "update": -1}}}, "search --tasks", "numbers of 0 or more"),
 }  # fmt: skip
 
@@ -315,7 +329,7 @@ def test_nonsense_in_a_file_is_named(case: str, tmp_path: Path) -> None:
     "command",
     ["order.py search --ranks=0", "order.py search --ranks=-2", "order.py validate --repetitions=0",
      "order.py validate --link=nan", "grad_dtype.py foo", "grad_dtype.py --seeds=0", "grad_dtype.py --ranks=some",
-     "grad_dtype.py --lr=3",
+     "grad_dtype.py --lr=3", "grad_dtype.py --seed 3", "grad_dtype.py --grad_dtype=param",
      "verdicts.py --comparisons=0"],
 )  # fmt: skip
 def test_options_that_cannot_be_meant_end_with_a_message(command: str) -> None:
@@ -503,6 +517,42 @@ def test_the_readme_shows_what_the_search_prints() -> None:
     """The first table, whose figures follow from train_gpt.py and bench/machines/8xh100.json alone."""
     found = order.search_kinds(Hyperparameters(), schedule_costs.read_machine("8xh100"), 8)
     assert order.kinds_table(found) in (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
+
+
+MACHINES = {  # a file's name and ranks of a node, and what is told
+    "a number for a name": (5, 8, "name is 5, ranks_per_node 8: must be a line of text, and a whole number"),
+    "an escape for a name": ("\x1b[31m", 8, r"name is '\\x1b\[31m', "),
+    "half a rank": ("m", 0.5, "ranks_per_node 0.5: must be"),
+    "two ranks and a half": ("m", 2.5, "ranks_per_node 2.5: must be"),
+    "an endless number of ranks": ("m", 10**400, "a number of 401 digits"),
+}
+
+
+@pytest.mark.parametrize("case", MACHINES)
+def test_a_machine_that_cannot_be_is_one_message(tmp_path: Path, case: str) -> None:
+    name, ranks, said = MACHINES[case]
+    found = json.loads((ROOT / "bench" / "machines" / "8xh100.json").read_text()) | {"name": name}
+    found["ranks_per_node"]["value"] = ranks
+    (tmp_path / "machine.json").write_text(json.dumps(found))
+    with pytest.raises(ModelError, match=said):
+        schedule_costs.read_machine(f"{tmp_path / 'machine.json'}")
+
+
+ONE_FILE = r"--picture and --chrome are both /.*: name two files\n$"
+READ = r"(s|t|trace)\.json is what is read, and would be replaced: name another file\n$"  # the trace of a run that was through
+REPLACED = {
+    "simulate s.json --picture=x --chrome=./x": ONE_FILE, "search --chrome=x --picture=x": ONE_FILE,
+    "show trace.json --chrome=trace.png": ONE_FILE, "simulate s.json --chrome=./s.json": READ,
+    "search --tasks=t.json --picture=t.json": READ, "show trace.json --chrome trace.json": READ,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", REPLACED)
+def test_a_file_that_would_replace_another_is_refused(arguments: str, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        order.main(arguments.split())
+    assert left.value.code == 2 and re.search(REPLACED[arguments], capsys.readouterr().err)
 
 
 def test_a_step_of_no_length_is_drawn_and_advised_upon(tmp_path, capsys):

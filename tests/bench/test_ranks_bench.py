@@ -3,12 +3,13 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import communication, cpu_step
+from bench import communication, cpu_step, grad_dtype, optimizer, order
 from bench.settings import trainer_settings
 from common import ROOT, train_gpt
 from data.loader import synthetic_batch, to_device
@@ -27,18 +28,50 @@ def test_the_readme_shows_the_tables_that_communication_prints(
     assert len(tables) == 3 and [table.splitlines()[0] for table in tables if table.strip() not in readme] == []
 
 
-@pytest.mark.parametrize("text", ["abc", "0", "2,-4", ""])
+def test_the_readme_tells_what_gradients_of_either_dtype_send() -> None:
+    """Of the run of bench/grad_dtype.py; its losses, and what they say, are as old as the table."""
+    row = "\\| {} \\|.*\\| ([\\d.]+) \\|$"
+    readme = (ROOT / "bench" / "README.md").read_text()
+    for dtype in ("param", "float32"):
+        h = trainer_settings([*(f"--{name}={value}" for name, value in grad_dtype.SETTINGS.items()), f"--grad_dtype={dtype}"])
+        calls = communication.expected_calls(communication.model_parameters(h), train_gpt.param_table(h), 2, True, False)
+        told = re.search(row.format(dtype), readme, re.MULTILINE)[1]
+        assert told == f"{sum(call.sent for call in calls.values()) / 1e6:.2f}"
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "2,-4", "", "65537", "999999999"])
 def test_what_are_no_numbers_of_ranks_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys, text: str) -> None:
     monkeypatch.setattr(sys, "argv", ["communication.py", f"--world_sizes={text}"])
     with pytest.raises(SystemExit) as exit_:
         communication.main()
-    assert exit_.value.code == 2 and f"argument --world_sizes: invalid numbers value: {text!r}" in capsys.readouterr().err
+    said = f"argument --world_sizes: {text!r}: must be whole numbers from 1 to 65536, by comma"
+    assert exit_.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_sizes_of_which_there_is_no_model_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["communication.py", "--model_dim=100"])
-    with pytest.raises(SystemExit, match=r"^communication\.py: error: model_dim=100 is not num_heads"):
-        communication.main()
+REFUSED = {  # by the trainer, in the same words: each was a traceback, or a table of what cannot be trained
+    "--model_dim=100": "model_dim=100 is not num_heads",
+    "--comms=shared": "--comms=shared: must be sharded or replicated",
+    "--grad_dtype=bf16": "--grad_dtype=bf16: must be param or float32",
+    "--vocab_size=0": "--vocab_size=0: must be positive",
+    "--bigram_rows=-1": "--bigram_rows=-1: must be 2 or more",
+    f"--num_heads={2**27} --model_dim={2**34} --head_dim=128": "Storage size calculation overflowed",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+@pytest.mark.parametrize("tool, arguments", [(communication, []), (optimizer, []), (cpu_step, []), (order, ["search"])])
+def test_options_that_the_trainer_refuses_are_one_message(monkeypatch: pytest.MonkeyPatch, tool, arguments, options: str) -> None:
+    monkeypatch.setattr(sys, "argv", [tool.__file__, *arguments, *options.split()])
+    with pytest.raises(SystemExit, match=rf"^{Path(tool.__file__).name}: error: {REFUSED[options]}[^\n]*$"):
+        tool.main()
+
+
+@pytest.mark.parametrize("tool", [optimizer, cpu_step])
+def test_ranks_that_cannot_join_are_one_message(monkeypatch: pytest.MonkeyPatch, tool) -> None:
+    monkeypatch.setattr(sys, "argv", [tool.__file__, "--preset=demo"])
+    monkeypatch.setenv("RANK", "5")
+    with pytest.raises(SystemExit, match=rf"^{Path(tool.__file__).name}: error: MASTER_ADDR, .* missing in the environment"):
+        tool.main()
 
 
 @pytest.mark.parametrize("dtype, averages", [("bfloat16", False), ("float32", False), ("bfloat16", True), ("float32", True)])
@@ -89,6 +122,13 @@ def test_a_step_that_cannot_be_is_one_message(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "argv", ["cpu_step.py", "--block_size=100000"])
     with pytest.raises(SystemExit, match=r"^cpu_step\.py: error: --block_size=100000: the most tokens are"):
         cpu_step.main()
+
+
+def test_data_that_a_run_would_refuse_are_one_message_before_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["grad_dtype.py", "--seeds=1", "--data=/nodata"])
+    monkeypatch.setattr(grad_dtype, "final_loss", lambda *_: pytest.fail("a run has begun"))
+    with pytest.raises(SystemExit, match=r"^grad_dtype\.py: error: no shard matches /nodata/[^\n]*$"):
+        grad_dtype.main()
 
 
 def test_a_step_on_a_cpu_is_taken_apart() -> None:

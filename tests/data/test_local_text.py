@@ -599,6 +599,14 @@ def test_another_text_does_not_take_the_place_of_the_demos(tmp_path: Path, libra
     assert done.returncode == 2 and "error: --output must be given with --input: " in done.stderr and not done.stdout
 
 
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_file_in_place_of_the_folder_is_named(below: str, tmp_path: Path, library: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit, match=f"error: {tmp_path}/file(/{below})? is no folder: name another for the shards"):
+        make(monkeypatch, library, tmp_path / "file" / below)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize("way", ["the same", "a link", "by another way"])
 def test_shards_among_the_text_they_are_made_of_are_refused(
     way: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch

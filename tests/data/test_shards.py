@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.shards import (
-    HEADER_BYTES, DataError, ShardError, ShardWriter, locked, number_between, one_line, one_line_errors, read_json, read_shard,
-    shard_name, verify_shard, whole_file, write_shard,
+    HEADER_BYTES, READERS, DataError, ShardError, ShardWriter, locked, number_between, one_line, one_line_errors, read_json,
+    read_shard, shard_name, verify_shard, whole_file, write_shard,
 )
 
 
@@ -194,15 +194,16 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_device_or_a_fifo_is_not_replaced(tmp_path: Path, linked: bool) -> None:
-    """compare.py --plot=/dev/null, as root, would leave the system without one."""
+    """Nor a folder. compare.py --plot=/dev/null, as root, would leave the system without one."""
     os.mkfifo(tmp_path / "fifo")
-    for place in (tmp_path / "fifo", Path("/dev/null")):
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "fifo", Path("/dev/null"), tmp_path / "folder"):
         path = tmp_path / f"to {place.name}" if linked else place
         if linked:
             path.symlink_to(place)
         with pytest.raises(OSError, match=f"is no regular file, and is not replaced: name another: '{path}'"), whole_file(path):
             raise AssertionError
-    assert stat.S_ISFIFO(os.stat(tmp_path / "fifo").st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert (tmp_path / "folder").is_dir() and stat.S_ISFIFO(os.stat(tmp_path / "fifo").st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
 def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path: Path, disk: Disk) -> None:
@@ -315,6 +316,30 @@ def test_a_locked_folder_lets_one_in_at_a_time(tmp_path: Path, capsys: pytest.Ca
     assert entered.wait(10)
     thread.join()
     assert "waiting for another process" in capsys.readouterr().err
+
+
+def test_a_folder_that_a_failure_leaves_as_it_was_made_goes_and_one_that_waits_makes_its_own(tmp_path: Path) -> None:
+    out, entered = tmp_path / "out", threading.Event()
+
+    def second() -> None:
+        with locked(out):
+            (out / "made").touch()
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with pytest.raises(DataError, match="none"), locked(out):
+        (out / READERS).touch()
+        thread.start()
+        assert not entered.wait(0.2)
+        raise DataError("none")
+    thread.join(10)
+    assert entered.is_set() and sorted(path.name for path in out.iterdir()) == [".lock", "made"]
+    for folder in (out, tmp_path / "mine", tmp_path / "new"):
+        if folder.name == "mine":
+            folder.mkdir()
+        with pytest.raises(DataError, match="none"), locked(folder):
+            raise DataError("none")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]  # what was there stays
 
 
 def test_a_number_option_takes_its_range_only() -> None:

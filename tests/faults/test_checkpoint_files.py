@@ -242,6 +242,15 @@ def test_an_empty_file_of_a_later_step_costs_no_checkpoint(tmp_path):
     assert find_checkpoint("latest", f"{tmp_path}", "a")[1] == {"step": 8}
 
 
+def test_files_of_an_idea_beside_the_checkpoints_stay(tmp_path):
+    """Names like step_2.pt counted, and were deleted."""
+    save(tmp_path / "a", 1)
+    for name in ("step_2.pt", "step_0000003.pt", "step_000004_ema.pt"):
+        (tmp_path / "a" / name).touch()
+    save(tmp_path / "a", 5, keep=1)
+    assert names(tmp_path / "a") == ["step_0000003.pt", "step_000004_ema.pt", "step_000005.pt", "step_2.pt"]
+
+
 def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, capsys):
     (tmp_path / "a" / "step_000003.pt").mkdir(parents=True)
     (tmp_path / "a" / "notes.pt").touch()

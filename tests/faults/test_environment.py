@@ -1,13 +1,18 @@
-"""Which packages launch/environment.py asks for: those of lines whose markers are true of this machine."""
+"""Which packages launch/environment.py asks for, those of lines whose markers are true of this machine; how it ends."""
 
 import fcntl
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from common import ROOT, copy_project
 from launch import environment
 
 LINUX = {"platform_system": "Linux", "platform_machine": "x86_64", "sys_platform": "linux"}
@@ -62,6 +67,63 @@ def test_what_a_killed_start_was_installing_keeps_others_out(tmp_path):
     assert is_free() and not environment.HELD
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_folders_of_pips(tmp_path, number):
+    work = """
+import signal, sys
+from launch import environment
+signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+environment.run_quietly(["sh", "-c", 'mkdir "$TMPDIR/pip-unpack"; touch here; exec sleep 600'], "installing")
+"""
+    (tmp_path / "tmp").mkdir()
+    there = {**os.environ, "TMPDIR": f"{tmp_path / 'tmp'}", "PYTHONPATH": environment.ROOT}
+    process = subprocess.Popen([sys.executable, "-c", work], cwd=tmp_path, env=there, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "here").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.wait(60)
+    assert not [*(tmp_path / "tmp").iterdir()]
+
+
+def by_hand(*arguments, **how):
+    command = [sys.executable, f"{environment.ROOT}/launch/environment.py", *arguments]
+    return subprocess.run(command, **{"capture_output": True, "stdin": subprocess.DEVNULL, "text": True, "timeout": 60} | how)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["/nowhere"], "/nowhere: cannot be read: No such file or directory"),
+        (["/"], "/: cannot be read: Is a directory"),
+        ([sys.executable], f"{sys.executable}: is no text, as a file of requirements is"),
+        (["--then"], "--then names no program to go on as"),
+    ],
+    ids=["missing", "folder", "binary", "no program"],
+)
+def test_what_is_no_file_of_requirements_is_named(arguments, said):
+    done = by_hand(*arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"environment.py: error: {said}\n")
+
+
+def test_by_hand_it_tells_its_use_and_a_full_disk():
+    done = by_hand("--help")
+    assert (done.returncode, done.stdout, done.stderr) == (0, environment.__doc__, "")
+    with open("/dev/full", "w") as full:
+        done = by_hand(capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, "environment.py: error: stdout cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("script", ["run.sh", "test.sh"])
+def test_its_messages_bear_the_name_of_the_command_that_was_typed(tmp_path, script):
+    (tmp_path / "launch").mkdir()
+    for name in (script, "launch/environment.py"):
+        shutil.copy(Path(environment.ROOT, name), tmp_path / name)
+    done = subprocess.run(["bash", tmp_path / script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and re.fullmatch(rf"{script}: error: \S*requirements.txt: cannot be read: .*\n", done.stderr)
+
+
 def test_only_lines_that_apply_are_asked_for(monkeypatch, tmp_path):
     path = tmp_path / "requirements.txt"
     path.write_text('# all\nnumpy==9.9  # from 2.0\nabsent==1; platform_system == "Linux"  # from 0.9, module absent_too\n')
@@ -78,21 +140,66 @@ def test_triton_is_asked_for_where_it_has_a_wheel(monkeypatch):
         assert ("triton" in environment.missing([f"{environment.ROOT}/requirements.txt"])) == asked
 
 
-IMPORT = """
-import os, sys
+START = """
+import os, runpy, sys
 class Watch:
     def find_spec(self, name, *_):
         if name == "torch":
             print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Watch())
-import train_gpt
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
+PROGRAMS = [path for folder in (".", "bench") for path in sorted(Path(environment.ROOT, folder).glob("*.py"))]
+PROGRAMS = {f"{path.relative_to(environment.ROOT)}": path for path in PROGRAMS if '__name__ == "__main__"' in path.read_text()}
 
 
-@pytest.mark.parametrize("given, found", [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")])
-def test_threads_are_told_to_wait_asleep_before_pytorch_loads(given, found):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_threads_are_told_to_wait_asleep_before_pytorch_loads(program):
+    """Beside a busy process those that are not took minutes for what takes seconds."""
     there = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    command, how = [sys.executable, "-c", IMPORT], dict(capture_output=True, text=True, timeout=120)
-    done = subprocess.run(command, cwd=environment.ROOT, env={**there, **given}, **how)
-    assert done.stdout.split()[0] == found, done.stderr
+    command, how = [sys.executable, "-c", START, f"{PROGRAMS[program]}", "--help"], dict(capture_output=True, text=True, timeout=120)
+    found = subprocess.run(command, cwd=environment.ROOT, env=there, **how).stdout.split()[0]
+    assert found in ("passive", "usage:")  # the second: a program that loads it later, or not at all
+    if found == "passive":
+        assert subprocess.run(command, env={**there, "OMP_WAIT_POLICY": "active"}, **how).stdout.split()[0] == "active"
+
+
+TOOLS = ["sample.py", *(f"data/{name}.py" for name in ("local_text", "cached_fineweb10B", "fineweb"))]
+TOOLS += [f"bench/{name}.py" for name in (
+    "codegen", "communication", "cpu_step", "first_minutes", "gpu", "grad_dtype", "kernels", "mutants", "optimizer", "order", "verdicts")]  # fmt: skip
+TOOLS += [f"records/{name}.py" for name in ("compare", "history", "plan", "race")]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """The project, with a .venv whose python says what it goes on with, and a Python without packages."""
+    root = copy_project(tmp_path_factory.mktemp("bare") / "project")
+    for folder in ("bench", "data", "records"):
+        (root / folder).mkdir(exist_ok=True)
+        for path in (*(ROOT / folder).glob("*.py"), *(ROOT / folder).glob("requirements.txt")):
+            shutil.copy(path, root / folder)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{root.parent / 'python'}"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{root / '.venv'}"], check=True)
+    python = root / ".venv" / "bin" / "python"
+    python.unlink()
+    python.write_text('#!/bin/sh\ncase "$*" in *--missing*) exit 0;; esac\necho "goes on: $*"\n')
+    python.chmod(0o755)
+    return root, root.parent / "python" / "bin" / "python"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_goes_on_in_the_environment_that_run_sh_has_made(bare, tool):
+    """It ended in a traceback, of a module that it lacked."""
+    root, python = bare
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([f"{python}", tool, "--x=1"], cwd=root, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"goes on: {tool} --x=1\n", "")
+
+
+def test_every_tool_is_among_them():
+    programs = {f"{path.relative_to(ROOT)}" for folder in ("bench", "data", "records") for path in (ROOT / folder).glob("*.py")
+                if 'if __name__ == "__main__":' in path.read_text()}  # fmt: skip
+    others = {"records/extract.py", "bench/order_validation.py"}  # one needs no packages, one is order.py's ranks
+    assert programs | {"sample.py"} == {*TOOLS} | others

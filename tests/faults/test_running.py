@@ -336,6 +336,12 @@ def test_a_users_file_in_place_of_the_lock_stays(shards, tmp_path, no_warm_up):
     assert (tmp_path / "logs" / "run.lock").read_text() == "mine"
 
 
+def test_a_folder_in_place_of_the_lock_is_named(shards, tmp_path, capsys):
+    (tmp_path / "logs" / "run.lock").mkdir(parents=True)
+    ends_with(capsys, options(shards, tmp_path), "run.lock is a folder where the run's lock must be: move it, or give", code=1)
+    assert (tmp_path / "logs" / "run.lock").is_dir()
+
+
 @pytest.mark.parametrize("mine", ["", "mine"], ids=["", "a user's file"])
 def test_a_signal_before_the_first_step_leaves_no_lock(shards, tmp_path, monkeypatch, mine):
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)))

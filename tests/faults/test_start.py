@@ -24,7 +24,8 @@ import torch
 
 import train_gpt
 from common import (
-    HAS_TRITON, ROOT, SCRIPT, Forked, children, copy_project, exit_code, forked, options, started, text_of, wait_until,
+    HAS_TRITON, ROOT, SCRIPT, Forked, children, copy_project, exit_code, forked, options, started, text_of, unreadable,
+    wait_until, without_rights,
 )  # fmt: skip
 from data.shards import read_shard, shard_name, write_shard
 from launch import environment
@@ -76,6 +77,7 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
                          r"unrecognized arguments: --val_evry=2 -seed=1 \(did you mean --val_every and --seed\?\)$", 2),
     "wrong type": ("--seed=first", {}, "argument --seed: invalid int value: 'first'", 2),
     "a second script": ("idea.py", {}, r"idea\.py comes after --.*: one script, before all options", 2),
+    "an end in place of a value": ("--seed=--", {}, "--seed=--: -- is no value$", 2),
     "no value": ("--seed", {}, "argument --seed: expected one argument", 2),
     "unknown preset": ("--preset=laptop", {}, "argument --preset: invalid choice: 'laptop'", 2),
     "out of range": ("--val_every=-1", {}, "--val_every=-1: must be 0 or more", 1),
@@ -116,6 +118,22 @@ def test_a_mistake_is_one_message_before_any_rank_starts(start, shards, tmp_path
     errors = [line for line in lines if re.search(f": error: .*{message}", line)]
     assert len(errors) == 1 and lines[-1] == errors[0] and len(lines) <= 5, lines
     assert not list((tmp_path / "logs").glob("**/*.*"))
+
+
+@pytest.mark.parametrize("path, said", [("closed/idea.py", "Permission denied"), ("unread.py", "Permission denied"),
+                                        (f"{'x' * 256}.py", "File name too long")], ids=["folder", "file", "name"])  # fmt: skip
+def test_a_script_that_cannot_be_read_is_one_message(tmp_path, path, said):
+    script = unreadable(tmp_path) / path
+    done = subprocess.run(
+        [PYTHON, f"{ROOT}/launch/start.py", f"{script}"], capture_output=True, text=True, preexec_fn=without_rights
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"start.py: error: {script}: cannot be read: {said}\n")
+
+
+def test_the_launcher_is_no_script(start, tmp_path):
+    (tmp_path / "idea.py").symlink_to(ROOT / "launch" / "start.py")
+    for path in (ROOT / "launch" / "start.py", tmp_path / "idea.py"):
+        assert start(path) == (2, [f"start.py: error: {path} is what starts scripts: name a training script"], ())
 
 
 def test_more_ranks_than_memory_holds_are_refused(start, shards, tmp_path, monkeypatch):
@@ -261,6 +279,8 @@ def test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ra
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, free - 1))
     with pytest.raises(OSError, match=f"3 checkpoints need {free:,} bytes, {free - 1:,} are free: make room or lower"):
         checkpoints.check_room(tmp_path, layout, 2, 2, 5)
+    free = 1
+    checkpoints.check_room(tmp_path, layout, 2, 2, 0)  # of a run at its end, which saves nothing: it could not be resumed
 
 
 def test_checkpoints_of_another_run_are_told_before_the_ranks_start(start, shards, tmp_path):
@@ -515,6 +535,11 @@ ODD_SETTINGS = {
     "an option": ("preset: str = 'x'", "preset has the name of an option that all scripts have: rename it"),
     "the other option": ("help: str = 'x'", "help has the name of an option that all scripts have: rename it"),
 }
+DEFAULTS = {  # of a new setting, which a user did not give: he was told of an option
+    "z_loss: float = 0.0": r"--z_loss=0\.0: must be positive and finite",
+    "rampup: int = setting(0, 'x')": "--rampup=0: must be positive",
+    "shift: float = setting(-1.0, 'x', least=0)": r"--shift=-1\.0: must be 0 or more and finite",
+}
 
 
 @pytest.mark.parametrize("case", ODD_SETTINGS)
@@ -525,6 +550,15 @@ def test_a_setting_must_be_of_its_type_and_have_a_name_of_its_own(start, shards,
     (tmp_path / "idea.py").write_text(SCRIPT.read_text().replace(line, f"    {field}\n{line}"))
     code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
     assert (code, started) == (1, ()) and lines[-1] == f"idea.py: error: the setting {said}"
+
+
+@pytest.mark.parametrize("field", DEFAULTS)
+def test_a_default_outside_of_its_limits_is_told_as_the_scripts(start, shards, tmp_path, field):
+    line = "    seed: int = setting("
+    (tmp_path / "idea.py").write_text(SCRIPT.read_text().replace(line, f"    {field}\n{line}"))
+    code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
+    told = "and what the script gives is not: change that, or the limits in its row, as setting(0.0, …, least=0)"
+    assert (code, started) == (1, ()) and re.fullmatch(f"idea.py: error: {DEFAULTS[field]}, {re.escape(told)}", lines[-1]), lines
 
 
 TAKEN = {
@@ -849,6 +883,14 @@ def test_a_python_that_is_too_old_never_serves(tmp_path, monkeypatch, capsys):
     assert re.search(rf"run.sh: error: .+ is Python {here}: 3.99 or later is needed", exit_.value.code)
 
 
+def test_so_it_is_where_python_lacks_what_we_import():
+    """3.6 and 3.7 have no importlib.metadata: a traceback."""
+    code = "import runpy, sys; sys.modules['importlib.metadata'] = None; sys.version_info = (3, 7, 1); sys.argv[1:] = ['--missing']\n"
+    code += f"runpy.run_path({f'{ROOT}/launch/environment.py'!r}, run_name='__main__')"
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("Python 3.11 or later\n", "")
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """ensure() on a requirement that only .venv will have, and the commands that it runs instead of venv and pip."""
@@ -995,6 +1037,8 @@ ENDS = {  # what two ranks do, the exit code, and all that is said
     "by a segmentation fault": ("os.kill(os.getpid(), signal.SIGSEGV) if rank == 0 else time.sleep(50)", 1,
                                 "idea.py: error: rank 0 was killed by SIGSEGV: the run has ended\n"),
     "by a signal to one": ("sys.exit(143)", 143, "idea.py: ended by SIGTERM, sent to a rank\n"),
+    "by a signal before it could heed it": ("rank and os.kill(os.getpid(), 1); time.sleep(50)", 129,
+                                            "idea.py: ended by SIGHUP, sent to a rank\n"),
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Hostile and damaged logs, names and options: the tools in records/ name them, and show nothing but text."""
 
+import importlib
 import io
+import itertools
 import os
 import re
 import signal
@@ -24,6 +26,7 @@ import compare
 import extract
 import history
 import plot
+import race
 import runlog
 import tool
 from launch import environment
@@ -84,6 +87,19 @@ def test_nor_does_a_message(tmp_path):
         done = command(name, *arguments, text=True, encoding="utf-8")
         assert done.returncode == 1 and done.stderr.startswith(f"{name}: error: "), done.stderr
         assert r"\x1b[2J" in done.stderr and not set(SHOWN) & set(done.stderr.replace("\r\n", "\n"))
+
+
+@pytest.mark.parametrize("name, arguments", [("race.py", ["x{}", "y", "1"]), ("plan.py", ["1", "--no{}"]), ("history.py", ["--no{}"])])
+def test_nor_does_a_refusal_of_options(name, arguments):
+    done = command(name, *(x.format(ESCAPES) for x in arguments), text=True, encoding="utf-8")
+    assert done.returncode == 2 and f"\n{name}: error: " in done.stderr
+    assert r"\x1b[2J" in done.stderr and not set(SHOWN) & set(done.stderr)
+
+
+def test_nor_does_the_name_of_the_folder_that_was_written(tmp_path, capsys):
+    (tmp_path / "log.txt").write_bytes(make_log())
+    extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again\x1b[2J")])
+    assert r"run it: ./run.sh" in (out := capsys.readouterr().out) and r"\x1b[2J" in out and not set(SHOWN) & set(out)
 
 
 HTML = "<script>alert(1)</script> <!-- record ends --> <!-- history ends --> ``` | `code` &lt;"
@@ -263,13 +279,13 @@ def test_runs_that_stopped_early_are_compared_at_a_step(tmp_path, capsys):
 # Options, metadata, files
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "three"])
-def test_a_target_that_is_no_number_is_refused(tmp_path, text, capsys):
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "three", "-1", "0"])
+def test_a_target_that_no_loss_can_be_below_is_refused(tmp_path, text, capsys):
     runs = write_runs(tmp_path / "runs", [80], [3.27])
-    for main in (compare.main, lambda options: history.main([*options, "--add=x"])):
+    for main in (compare.main, lambda options: history.main([*options, "--add=x"]), lambda options: race.main([*options, "1"])):
         with pytest.raises(SystemExit) as error:
             main([runs, f"--target={text}"])
-        assert error.value.code == 2 and "argument --target: invalid finite value" in capsys.readouterr().err
+        assert error.value.code == 2 and f"argument --target: {text!r}: must be a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["1e300"], ["0.1", "--sigma=1e300"], ["1e-300"], ["0.1", "--sigma=0"], ["-1"]])
@@ -306,6 +322,7 @@ GOOD = {"description": '"x"', "date": '"2026-01-01"', "contributors": '["Ann"]',
         ("target", '"3.28"'),
         ("target", "true"),
         ("target", "nan"),
+        pytest.param("target", "1" + 400 * "0", id="target-endless"),
         ("target", "-inf"),
         ("baseline", "3"),
         ("baseline", '["1_A"]'),
@@ -438,10 +455,10 @@ def test_a_tool_goes_on_in_the_environment_that_has_its_packages(monkeypatch):
     monkeypatch.setattr(environment, "ensure", lambda files: asked.extend(files) or sys.executable)
     monkeypatch.setattr(environment, "PROGRAM", "run.sh")
     asked = []
-    tool.go_on_with_packages()
+    environment.go_on("records/requirements.txt")
     assert started == [] and asked == [str(ROOT / "records" / "requirements.txt")]
     monkeypatch.setattr(environment, "ensure", lambda files: "/there/python")
-    tool.go_on_with_packages()
+    environment.go_on("records/requirements.txt")
     assert started == [("/there/python", ["/there/python", "records/compare.py", "a", "b c"])]
     assert environment.PROGRAM == "compare.py"
 
@@ -516,6 +533,77 @@ def test_an_empty_argument_is_not_the_current_folder(tmp_path, name):
         done = command(name, *(x if x != [] else tmp_path / "0.txt" for x in arguments), cwd=tmp_path, text=True)
         assert (done.returncode, done.stdout) == (2, "") and done.stderr == f"{name}: error: {said}: is a shell variable not set?\n"
     assert [path.name for path in tmp_path.iterdir()] == ["0.txt"]
+
+
+VALUES = {  # a tool, its arguments: an option that takes a text, a number or a path
+    "compare.py": ["x", "--plot"], "plan.py": ["1", "--sigma"], "history.py": ["--picture"], "race.py": ["x", "x", "1", "--logs"],
+    "sample": ["x", "y", "--script"], "data.local_text": ["--input"], "data.fineweb": ["--subset"],
+    "data.cached_fineweb10B": ["--output"], "bench.codegen": ["--output"], "bench.communication": ["--seed"],
+    "bench.first_minutes": ["--runs"], "bench.gpu": ["--only"], "bench.grad_dtype": ["--data"], "bench.optimizer": ["--data"],
+    "bench.order": ["search", "--machine"], "bench.verdicts": ["--comparisons"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_end_of_options_is_no_value_of_one(name, monkeypatch, capsys):
+    """argparse, which takes it away, finds none, and raised ValueError, or took the default."""
+    *_, option = arguments = VALUES[name]
+    monkeypatch.setattr(sys, "argv", [name, *arguments[:-1], f"{option}=--"])
+    main = importlib.import_module(name.removesuffix(".py")).main
+    with pytest.raises(SystemExit) as exit_:
+        tool.run(main, packages=False) if name.endswith(".py") else main()
+    assert exit_.value.code == 2 and capsys.readouterr().err.endswith(f"error: {option}=--: -- is no value\n")
+
+
+def test_nor_is_it_one_of_a_command():
+    done = subprocess.run([sys.executable, f"{ROOT}/sample.py", "x", "y", "--script=--"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith("sample.py: error: --script=--: -- is no value\n")
+
+
+@pytest.mark.parametrize("name", ["local_text", "fineweb", "cached_fineweb10B"])
+def test_a_path_in_a_folder_that_is_gone_is_one_message(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", [name, "--output=here", "--input=there"][: 3 if name == "local_text" else 2])
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(f"data.{name}").main()
+    said = "argument --output: here: the current folder is gone: change into another\n"
+    assert exit_.value.code == 2 and capsys.readouterr().err.endswith(said)
+
+
+LOOPS = {
+    "records/compare.py": ["loop"], "records/extract.py": ["LOG", "loop/x"], "records/race.py": ["loop", "x.py", "1"],
+    "records/history.py": ["--add=x", "LOG", "--description=d", "--contributors=c", "--baseline=loop"],
+    "data/local_text.py": ["--input=loop", "--output=x"], "data/local_text.py ": ["--input=.", "--output=loop"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_links_is_one_message(name, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "LOG").write_bytes(make_log())
+    done = subprocess.run([sys.executable, f"{ROOT}/{name.strip()}", *LOOPS[name]], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode in (1, 2) and f"{Path(name).name.strip()}: error: " in done.stderr and "loop" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "x").exists()
+
+
+OUTPUTS = [
+    "bench/codegen.py x --output", "bench/order.py simulate x --chrome", "bench/order.py show x --picture",
+    "records/compare.py x --plot",
+]  # fmt: skip
+TAKEN = [*itertools.product(OUTPUTS[-1:], [".", "/", "folder", "/dev/null"]), *itertools.product(OUTPUTS, ["link"])]
+
+
+@pytest.mark.parametrize("tool, output", TAKEN)
+def test_what_cannot_be_a_file_is_no_output_before_the_work(tmp_path, tool, output):
+    """The work would be lost, and a link replaced; its inputs here are not there, which would be told next."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    name, *arguments = tool.split()
+    done = subprocess.run([sys.executable, f"{ROOT}/{name}", *arguments, output], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f"argument {arguments[-1]}: {output}: is no regular file, and is not replaced: name another\n")
 
 
 @pytest.mark.parametrize("tool, option", [("data/local_text.py", "input"), ("data/fineweb.py", "output"), ("sample.py x y", "log_dir")])

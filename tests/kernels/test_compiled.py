@@ -4,6 +4,7 @@ The cases are those of bench/kernels.py. Their launchers run on tensors without 
 compiles what it was given for sm_80 (A100), sm_90 (H100) and sm_100 (B200), for FP8 sm_89 (RTX 4090) in place of sm_80.
 """
 
+import importlib.metadata
 import re
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel here: its kernels run and compile elsewhere")
 
 from bench import kernels as bench
+from common import ROOT
 
 TARGETS = [(name, capability) for name, case in bench.CASES.items() for capability in (89 if case.fp8 else 80, 90, 100)]
 
@@ -30,6 +32,15 @@ def test_kernel_compiles_and_fits(name: str, capability: int) -> None:
     if capability >= 90:
         tensor_memory_accelerator = "cp.async.bulk.tensor" in found.ptx
         assert tensor_memory_accelerator == name.startswith("relu_squared")
+
+
+def test_the_table_of_kernels_is_what_the_compiler_makes() -> None:
+    """Four registers' numbers of bench/README.md were an older source's."""
+    pinned = re.search(r"^triton==([\d.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+    if (found := importlib.metadata.version("triton")) != pinned:
+        pytest.skip(f"the table is of Triton {pinned}, this is {found}")
+    lines = (ROOT / "bench" / "README.md").read_text().splitlines()
+    assert [row for case in bench.CASES.values() if (row := f"| {' | '.join(bench.static_row(case))} |") not in lines] == []
 
 
 @pytest.mark.parametrize("paired, offset", [(False, False), (True, False), (False, True)])
@@ -102,7 +113,23 @@ def test_loss_takes_five_special_functions_a_logit() -> None:
 
 def test_a_name_that_no_kernel_holds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no empty table."""
-    for options in (["nosuch"], ["nosuch", "--loops"]):
+    for options in (["nosuch"], ["nosuch", "--loops"], ["XXT", "nosuch"]):
         monkeypatch.setattr("sys.argv", ["bench/kernels.py", *options])
         with pytest.raises(SystemExit, match="no kernel's name holds 'nosuch': XXT, "):
             bench.main()
+
+
+def test_help_is_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """It was no option."""
+    monkeypatch.setattr(bench.sys, "argv", ["kernels.py", "--help"])
+    bench.main()
+    assert capsys.readouterr().out == f"{bench.__doc__}\n"
+
+
+def test_of_several_names_all_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The second was passed over."""
+    monkeypatch.setattr("sys.argv", ["bench/kernels.py", "XTX", "XXT"])
+    monkeypatch.setattr(bench, "static_row", lambda case: [case.name])
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    bench.main()
+    assert capsys.readouterr().out.splitlines()[2:] == ["| XXT |", "| XTX |"]

@@ -51,4 +51,6 @@ def test_the_script_is_the_one_where_the_user_stands(tmp_path: Path, where: str)
 
     found = f"{tmp_path if where == 'here' else ROOT}/train_gpt.py"
     assert said("train_gpt.py") == said(found) == (7, f"{found}\n")
+    unset = "test.sh: error: SCRIPT is empty: unset it, or name a script (is a shell variable not set?)\n"
+    assert said("") == (1, unset)
     assert said("nowhere.py") == (1, f"test.sh: error: no such script: SCRIPT=nowhere.py, in {tmp_path} or {ROOT}\n")

@@ -69,6 +69,26 @@ PARAM_TABLE["value_embeds"] = SGD("sharded", lr=0.5, weight_decay=0.0)
     "rule of the head": ("PARAM_TABLE", """
 PARAM_TABLE["lm_head"] = SGD("sharded", lr=0.5, weight_decay=0.0)
 """),
+    "matrices' rule of both": ("PARAM_TABLE", """
+PARAM_TABLE["lm_head"] = NorMuon()
+PARAM_TABLE["embed"] = NorMuon(tied_to="lm_head")
+"""),
+    "a moment for each row": ("NorMuon", """
+@dataclass(frozen=True)
+class Mini(ParamConfig):
+    lr: float = 0.01
+    def initial_state(self, rows):
+        return {"step": 0, "mean": moments(rows, rows.shape), "square": moments(rows, (len(rows), 1))}
+    def update(self, rows, grad, state, now):
+        state["step"] += 1
+        state["mean"].lerp_(grad * now.grad_scale, 0.1)
+        state["square"].lerp_((grad * now.grad_scale).square().mean(1, keepdim=True), 0.1)
+        rows.sub_(state["mean"] / (state["square"].sqrt() + 1e-9), alpha=self.lr * now.lr_mul)
+"""),
+    "rows' rule of both": ("PARAM_TABLE", """
+PARAM_TABLE["lm_head"] = Mini("sharded")
+PARAM_TABLE["embed"] = Mini("sharded", tied_to="lm_head")
+"""),
     "tie": ("PARAM_TABLE", """
 PARAM_TABLE["bigram_embed"] = replace(PARAM_TABLE["bigram_embed"], tied_to="lm_head")
 """),
@@ -325,6 +345,26 @@ def test_tied_parameters_may_have_different_rules(tmp_path: Path) -> None:
     train(manager, manager.split_step + 1, manager.split_step + 3)
     assert manager.optimizer.state["embed"]["step"] == 1 and manager.optimizer.state["embed"]["exp_avg"].any()
     assert_comes_back(make, manager, manager.split_step + 3)
+
+
+@pytest.mark.parametrize("names", [("matrices' rule of both",), ("a moment for each row", "rows' rule of both")])
+def test_state_that_is_not_of_the_parameters_shape_starts_anew_at_the_split(tmp_path: Path, run_ranks, names: tuple) -> None:
+    """All of it: a step's number beside moments that begin would be another rule. It ended in gloo's traceback."""
+    script = idea(tmp_path, *names)
+    manager = manager_of(script)
+    train(manager, 0, manager.split_step + 1)
+    state = manager.optimizer.state["embed"]
+    assert not manager.optimizer.tied and not any(x.any() if isinstance(x, Tensor) else x for x in state.values())
+    assert torch.equal(manager.model.embed, manager.model.lm_head.T)
+    train(manager, manager.split_step + 1, manager.split_step + 3)
+    assert any(x.any() for x in state.values() if isinstance(x, Tensor)) and not torch.equal(manager.model.embed, manager.model.lm_head.T)
+    assert_comes_back(lambda: manager_of(script), manager, manager.split_step + 3)
+    run_ranks(2, trained_past_the_split, script.__file__)
+
+
+def trained_past_the_split(rank: int, world_size: int, path: str) -> None:
+    manager = manager_of(load_script(Path(path)))
+    train(manager, 0, manager.split_step + 2, rank, world_size)
 
 
 def test_second_tie_is_one_column(tmp_path: Path) -> None:

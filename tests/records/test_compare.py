@@ -91,6 +91,14 @@ def test_every_name_and_figure_is_shown_at_any_width(two_groups, tmp_path, width
     assert max(map(len, out.splitlines())) <= width
 
 
+@pytest.mark.parametrize("width", [12, 20, 31, 40, 47, 52, 53, 54, 66])
+def test_a_narrow_terminal_cuts_no_figure(two_groups, tmp_path, width):
+    """At 52 columns a p of 4.5e-08 read 4.5e-0."""
+    pieces = lambda columns: {*re.split(r"[\s,]+", shown(two_groups, columns).partition("a losses")[0])}
+    figures = {text for text in pieces(150) if re.fullmatch(r"[-+]?\d[\d.e-]*", text)}
+    assert {"81.167", "-10.167", "3.27827", "0.00097"} < figures and len(figures) > 12 and figures <= pieces(width)
+
+
 def test_json_is_for_programs(two_groups, tmp_path, capsys):
     single = write_runs(tmp_path / "c", [75_000], [3.27])
     compare.main([*two_groups, single, "--json"])
@@ -125,6 +133,21 @@ def test_wrong_input_ends_with_a_message(tmp_path, two_groups):
         assert said in error.value.code
     with pytest.raises(SystemExit, match="error: .*nowhere"):
         compare.main([*two_groups, "--plot", str(tmp_path / "nowhere" / "x.png")])
+
+
+@pytest.mark.parametrize(
+    "groups, options, said",
+    [
+        *((1, [option], f"{option} takes a baseline and") for option in ("--source", "--rules", "--snippet", "--pairs")),
+        (1, ["--json", "--pairs"], "--pairs takes a baseline and another group of LOGS: name both"),
+        *((2, ["--json", "--pairs", option], f"--json goes without {option}") for option in ("--source", "--rules", "--snippet")),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(two_groups, capsys, groups, options, said):
+    with pytest.raises(SystemExit) as exit_:
+        compare.main([*two_groups[:groups], *options])
+    said_so = capsys.readouterr()
+    assert exit_.value.code == 2 and f"compare.py: error: {said}" in said_so.err and not said_so.out
 
 
 def test_a_full_disk_leaves_the_old_picture(two_groups, tmp_path, monkeypatch):
@@ -279,7 +302,13 @@ SCRIPTS = {
     "skips": BASE.replace("in stream(x)", "in list(stream(x))[7:]"),
     "fewer": BASE.replace("SIZES[0]", "SIZES[0] // 2"),
     "module": BASE.replace("import torch", "import torch\nimport data.loader as other"),
+    "pass": BASE.replace("def train", "class GPT:\n    def forward(self, x):\n        return 0.9 * x\ndef train"),
+    "loss": BASE.replace("def train", "def head_loss(x):\n    return 0.9 * x\ndef train"),
+    "lossless": BASE.replace("validate", "look"),
     "pause": BASE.replace("validate()\n            step", "validate(step)\n            step"),
+    "matched": BASE.replace("            step(x)", f"            match run:\n{' ' * 13}case A(clock=c):\n{' ' * 14}step(c, x)"),
+    "by name": BASE.replace("            step(x)", "            step(getattr(run, 'cl' + 'ock'), x)"),
+    "got": BASE.replace("            step(x)", "            step(operator.attrgetter('clock')(run), x)"),
     "stopped": BASE.replace("            step(x)", "            run.clock.stop()\n            step(x)\n            run.clock.start()"),
     "before": BASE.replace("        run.start_clock()", "        step(0)\n        run.start_clock()"),
     "validation": BASE.replace("x / 8", "x / 16"),
@@ -294,6 +323,7 @@ SCRIPTS = {
     "decorated": BASE.replace("def mean", "@torch.compile\ndef mean"),
     "renamed": BASE.replace("import torch", "import torch\nfrom torch import compile as build"),
     "hidden": BASE.replace("lr = 1", "setattr(torch, name, 1)"),
+    "option": BASE.replace("lr = 1", "if h.compile:\n    packages = {'functorch'}"),
     "pattern": BASE.replace("lr = 1", "words = re.compile('a')"),
 }
 OUTSIDE = {
@@ -352,8 +382,8 @@ def rule_marks(
 
 def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
     marks, lines = rule_marks(tmp_path, "idea", capsys)
-    assert marks == "xxxxxxx " and lines[1].startswith("- [x] Mean loss below 3.28 at p < 0.01: 3.27527, p = ")
-    assert len(lines) == 8 and "logs cannot tell of others" in lines[-1]
+    assert marks == "xxxxxxx x" and lines[1].startswith("- [x] Mean loss below 3.28 at p < 0.01: 3.27527, p = ")
+    assert len(lines) == 9 and "logs cannot tell of others" in lines[-2]
 
 
 @pytest.mark.parametrize(
@@ -387,6 +417,9 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         (2, " ", {"environment": CHANGED}),
         (3, " ", {"environment": CHANGED}),
         (4, " ", {"environment": CHANGED}),
+        *((8, " ", {"name": name}) for name in ("pass", "loss", "lossless")),
+        (8, " ", {"modules": {**MODULES, "own.py": b"def cross_entropy(x):\n    return x\n"}}),
+        (8, " ", {"environment": CHANGED}),
         (2, " ", {"name": "pause"}),
         (2, " ", {"name": "run"}),
         (2, " ", {"name": "other run"}),
@@ -394,7 +427,7 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         (2, " ", {"name": "hidden patch"}),
         (0, " ", {"name": "patch"}),
         *((rule, " ", {"name": "patch in a step"}) for rule in (0, 2)),
-        (2, " ", {"name": "stopped"}),
+        *((2, " ", {"name": name}) for name in ("stopped", "matched", "by name", "got")),
         (2, " ", {"name": "before"}),
         (2, " ", {"name": "validation"}),
         (2, " ", {"name": "warm-up"}),
@@ -404,6 +437,7 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         (3, "!", {"name": "decorated"}),
         (3, " ", {"name": "renamed"}),
         (3, " ", {"name": "hidden"}),
+        (3, " ", {"name": "option"}),
         (3, "x", {"name": "pattern"}),
         (3, "!", {"environment": ON_OTHER_TERMS}),
         (3, "!", {"environment": TOLD.replace("attention:", "variables: TORCHINDUCTOR_MAX_AUTOTUNE='1'\nattention:")}),

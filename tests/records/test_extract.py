@@ -84,6 +84,12 @@ def test_paths_that_leave_the_folder_are_refused(tmp_path, name, fault, first):
     refused(tmp_path, {script: b"x = 1\n", **SOURCES} if first else SOURCES | {name: b"x = 1\n"}, fault)
 
 
+@pytest.mark.parametrize("name", [".git/config", "data/mine.pth"])
+def test_what_is_no_source_is_refused(tmp_path, name):
+    """`git status` in the folder ran what stood in .git/config, as its fsmonitor."""
+    refused(tmp_path, SOURCES | {name: b"x = 1\n"}, f"names a source '{name}': is no Python file; nothing written")
+
+
 def test_a_file_that_is_a_folder_of_the_log_is_refused(tmp_path):
     refused(tmp_path, SOURCES | {"data": b"x = 1\n"}, "data is a file of this log too, and cannot be a folder")
 
@@ -103,6 +109,13 @@ def test_what_is_in_the_way_is_refused(tmp_path, obstacle, said, force):
     (tmp_path / "outside").mkdir()
     obstacle(tmp_path / "again", tmp_path / "outside")
     refused(tmp_path, SOURCES, said, force)
+
+
+def test_the_root_of_all_folders_is_refused(tmp_path):
+    """As of "$FOLDER/" where the shell has no FOLDER: a traceback."""
+    (tmp_path / "run.txt").write_bytes(make_log())
+    with pytest.raises(SystemExit, match="^extract.py: error: / is the root of all folders: choose another"):
+        extract.main([f"{tmp_path / 'run.txt'}", "/"])
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):

@@ -104,6 +104,7 @@ MADE_OTHERWISE = {
     "resumption with changed source": {"environment": f"{ENVIRONMENT}\n{CHANGED}"},
     "shards (none) → a_train_0.bin 1a2b3c4d, a_val_0.bin 00000001": {"environment": ENVIRONMENT.replace(
         "SCRIPT", "shards: 'a_val_0.bin' 00000001, 'a_train_0.bin' 1a2b3c4d\nSCRIPT")},
+    "read by its sources (none) → LR='2'": {"environment": ENVIRONMENT.replace("attention", "read by its sources: LR='2'\nattention")},
     "--data 'fineweb10B' → 'mine'": {"environment": ENVIRONMENT.replace("lr=0.5", "lr=0.5, data='data/mine'")},
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """A race alternates two scripts, goes on where it ended, and takes no log that is not its own."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -81,6 +82,17 @@ def test_runs_alternate_and_are_compared_in_pairs(track, tmp_path, capfd):
     scripts = (f"{tmp_path}/{name}.py" for name in ("before", "after"))
     race.main([*scripts, "1", f"--logs={tmp_path / 'logs'}", "--", "--val_every=0"])
     assert len(calls(tmp_path)) == 6 and "in pairs" in capfd.readouterr().out  # of all that are there
+
+
+def test_a_reader_that_has_enough_ends_no_race(track, tmp_path, monkeypatch):
+    """As of `| head -2`: it ended after its first run, with code 0."""
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    monkeypatch.setattr(sys, "stdout", gone := os.fdopen(sender, "w"))
+    track()
+    with contextlib.suppress(OSError):
+        gone.close()
+    assert len(calls(tmp_path)) == 6
 
 
 def test_it_goes_on_where_it_ended(track, tmp_path, capfd):
@@ -200,7 +212,7 @@ def test_what_no_run_can_import_is_not_watched(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "what", ["source", "module", "package", "option", "foreign log", "logs without a race", "broken notes"]
+    "what", ["source", "module", "package", "option", "foreign log", "logs without a race", "broken notes", "deep notes"]
 )
 def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
     track()
@@ -223,7 +235,7 @@ def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
         (tmp_path / "logs" / "race.json").unlink()
         said = r"seed0\.txt: not of this race"
     else:
-        (tmp_path / "logs" / "race.json").write_text(json.dumps([1]))
+        (tmp_path / "logs" / "race.json").write_text("[1]" if what == "broken notes" else "[" * 100_000)
         said = "not what a race writes"
     with pytest.raises(SystemExit, match=said):
         track(*more)

@@ -50,7 +50,7 @@ SHARDS = {  # what becomes of which shard, and the message
     "cut short": (TRAIN, lambda good: good[:-2], r"\(2 too few\): truncated or damaged"),
     "text": (TRAIN, lambda _: b"To be, or not to be\n" * 100, "not a token shard"),
     "no document start": (TRAIN, lambda _: shard(*[7] * 5000), r"no document begins in it \(no token 256\): other shards"),
-    "one giant document": (TRAIN, lambda _: shard(256, *[7] * 50000), "hold 0 usable ones, enough for 0 steps: add shards"),
+    "one giant document": (TRAIN, lambda _: shard(256, *[7] * 50000), "hold 2,048 usable ones, enough for 0 steps: add shards"),
     "too few tokens": (TRAIN, lambda _: shard(256, *[7] * 30), r"8 steps need 4,608 tokens .* enough for 0 steps"),
     "token out of range": (TRAIN, lambda _: shard(256, *[7] * 50000, 257), "holds token 257, but the vocabulary ends at 257"),
     "too many documents": (TRAIN, lambda _: shard(*[256, 7] * 9000), r"do not fit 128 slots: set --doc_slots=\d+ or more"),
@@ -160,9 +160,9 @@ def test_every_field_of_a_checkpoint_is_missed_and_checked(good):
     for way in ways(saved):
         for replace in (None, other_kind, other_dtype):
             candidate = changed(saved, way, replace)
-            may_lack = way[0] == "sources" and len(way) == 2 or way[0] == "course"
+            may_lack = way[0] == "sources" and len(way) == 2 or way[0] == "course" or way[:2] == ("state", "partial") and len(way) == 4
             if may_lack and replace is None or not unequal(candidate, saved):
-                check(candidate)  # a script imports what it likes, older ones lack a course; there is no other dtype of a text
+                check(candidate)  # a script imports and steps as it likes, older ones lack a course; there is no other dtype of a text
                 continue
             with pytest.raises(CheckpointError) as caught:
                 check(candidate)
@@ -176,7 +176,9 @@ VALUES = {  # of a checkpoint that is complete, and yet cannot be
     "step beyond": (("step",), lambda _: 9, "step is 9, must be 0 to 8"),
     "half a step": (("step",), lambda _: 1.0, "step is float, here int"),
     "step far beyond": (("step",), lambda _: 10**400, "step is 10+, must be 0 to 8"),
-    "step of other gradients": (("step",), lambda _: 2, r"state.partial.0.\w+ is unknown"),
+    "step of other tokens": (("step",), lambda _: 2, r"its steps took \d+ tokens, here they take \d+"),
+    "a gradient of nothing": (("state", "partial", 0), lambda x: {**x, "made": x["embed"]}, "state.partial.0.made is unknown"),
+    "a gradient of one rank": (("state", "partial"), lambda x: {0: x[0], 1: {}}, r"state.partial.1.\w+ is missing"),
     "time": (("seconds",), lambda _: float("nan"), "seconds is nan, must be 0 or more and finite"),
     "time without end": (("seconds",), lambda _: float("inf"), "seconds is inf, must be"),
     "run id": (("run_id",), lambda _: "../x", "run_id is '../x', must be a file's name"),
@@ -186,6 +188,11 @@ VALUES = {  # of a checkpoint that is complete, and yet cannot be
     "tied": (("state", "same", "tied"), lambda _: False, "state.same.tied is False, must be True at step 1"),
     "window": (("state", "same", "yarn_window"), lambda _: 17, r"yarn_window is 17, must be \d+ at step"),
     "Adam's step": (("state", "sharded", "embed", "step"), lambda _: -1, "state.the step of embed is -1, must be 0 or more"),
+    "a tensor as number": (("hyperparameters", "seed"), lambda _: torch.zeros(2), "hyperparameters.seed is Tensor, here int"),
+    "a tensor as count": (("course", "tokens"), lambda _: torch.zeros(3), r"its steps took tensor\(.* tokens, here they"),
+    "no numbers": (("state", "same", "parameters", "mlp"), lambda x: x.to("meta"), "mlp is sparse or without numbers"),
+    "sparse": (("state", "same", "parameters", "scalars"), lambda x: x.to_sparse(), "scalars is sparse or without numbers"),
+    "sparse rows": (("state", "same", "parameters", "embed"), lambda x: x.to_sparse(), "embed is sparse or without"),
     "NaN": (("state", "same", "parameters", "mlp"), lambda x: x * torch.nan, "state.same.parameters.mlp is not finite"),
     "infinite gradient": (("state", "partial", 0, "embed"), lambda x: x + torch.inf, "state.partial.0.embed is not finite"),
     "rank numbers": (("state", "partial"), lambda x: {1: x[0]}, "state.partial.0 is missing"),

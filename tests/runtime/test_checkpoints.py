@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from launch.sources import resumption_note
 from runtime import checkpoints
 from runtime.checkpoints import CheckpointError, differences, load_whole_state, read_checkpoint, whole_state, write_checkpoint
 from runtime.ranks import Ranks
+from runtime.run import check_start
 from train_gpt import Hyperparameters, TrainingManager, main
 
 STEPS, SPLIT = 8, 5  # 6 scheduled and 2; the embedding splits after step 5
@@ -107,6 +109,68 @@ def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypat
     assert unequal(*ends) == []
     main(options(shards, tmp_path / "other", save_every=4, seed=1))
     assert unequal(ends[0], read_checkpoint(tmp_path / "other" / "logs" / "run" / END)["state"])
+
+
+PACES = {  # which parameters an idea's step updates, whatever the schedule says
+    "Adam late": lambda step, do_adam: do_adam and step > 4,
+    "Adam in each step": lambda step, do_adam: True,
+    "Adam every third": lambda step, do_adam: step % 3 == 2,
+}
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("step", [3, 4])
+def test_an_idea_that_steps_otherwise_than_its_schedule_says_resumes(shards, tmp_path, monkeypatch, no_warm_up, pace, step):
+    """Its checkpoints were written, and refused: the gradients that wait in them were not those of the schedule."""
+
+    class Paced(TrainingManager):
+        def step_optimizers(self, step):
+            current = train_gpt.step_schedule(step, self.h)
+            self.optimizer.step(PACES[pace](step, current.do_adam))
+            if step == self.split_step:
+                self.optimizer.split_tied()
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Paced)
+    one, two = tmp_path / "one", tmp_path / "two"
+    main(options(shards, one, save_every=1, keep_checkpoints=9))
+    main(options(shards, two, save_every=1, resume=one / "logs" / "run" / f"step_{step:06d}.pt"))
+    ends = [read_checkpoint(folder / "logs" / "run" / END)["state"] for folder in (one, two)]
+    assert unequal(*ends) == []
+
+
+def test_an_idea_with_state_of_its_own_resumes_if_its_layout_tells_of_it(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """Without that it was told at its first save, and had trained in vain."""
+
+    class Counting(TrainingManager):
+        seen = 0
+
+        def step_optimizers(self, step):
+            super().step_optimizers(step)
+            self.seen += 2
+
+        def load_state_dict(self, saved):
+            super().load_state_dict(saved)
+            self.seen = saved["same"]["seen"]
+
+    class Whole(Counting):
+        def _arrange(self, *args):
+            state = super()._arrange(*args)
+            return {**state, "same": {**state["same"], "seen": self.seen}}
+
+    class Half(Counting):
+        def state_dict(self):
+            state = super().state_dict()
+            return {**state, "same": {**state["same"], "seen": self.seen}}
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Whole)
+    main(options(shards, tmp_path, save_every=4, keep_checkpoints=9))
+    main(options(shards, tmp_path / "two", save_every=4, resume=tmp_path / "logs" / "run" / "step_000004.pt"))
+    ends = [read_checkpoint(folder / "logs" / "run" / END)["state"]["same"]["seen"] for folder in (tmp_path, tmp_path / "two")]
+    assert ends == [16, 16]
+    monkeypatch.setattr(train_gpt, "TrainingManager", Half)
+    fault = "same.seen is in state_dict alone of Half: what a checkpoint shall hold goes into _arrange, which both take it from"
+    with pytest.raises(ValueError, match=fault):
+        check_start(train_gpt, tiny_settings(shards, tmp_path, run_id="half"), 1)
 
 
 def test_numpys_numbers_in_a_schedule_are_saved_as_pythons(shards, tmp_path, monkeypatch, no_warm_up):
@@ -512,6 +576,19 @@ def test_a_forged_checkpoint_loads_or_is_refused(tmp_path_factory, data):
 
 def forge(path: Path, payload: bytes) -> None:
     path.write_bytes(checkpoints.MAGIC + hashlib.sha256(payload).digest() + payload)
+
+
+def test_what_would_become_more_in_memory_than_in_its_file_is_not_read(tmp_path):
+    """7.6 MB of a compressed archive took 2.2 GiB."""
+    torch.save({"zeros": torch.zeros(10**6)}, plain := io.BytesIO())
+    with zipfile.ZipFile(plain) as records, zipfile.ZipFile(small := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as packed:
+        for record in records.infolist():
+            packed.writestr(record.filename, records.read(record))
+    forge(tmp_path / "step_000001.pt", small.getvalue())
+    with pytest.raises(CheckpointError, match="holds what cannot be loaded: ValueError: compressed records, as torch.save makes none"):
+        read_checkpoint(tmp_path / "step_000001.pt")
+    forge(tmp_path / "step_000001.pt", plain.getvalue())
+    assert read_checkpoint(tmp_path / "step_000001.pt")["zeros"].numel() == 10**6
 
 
 class Act:

@@ -19,6 +19,18 @@ def test_variables_that_change_what_is_computed_are_told(monkeypatch):
     assert not any(word in told[0] for word in ("OMP", "/a/path", "SECRET"))
 
 
+def test_variables_that_the_sources_read_are_told(monkeypatch):
+    """An idea's learning rate: two of them were runs of one kind, and no log could be run again."""
+    for name in ("LR", "DEPTH", "FOLDER", "RANK", "WANDB_API_KEY", "HF_TOKEN", "NCCL_ALGO", "UNREAD", "FLAG", "OTHER", "NAMED"):
+        monkeypatch.setenv(name, "/a/path" if name == "FOLDER" else "1.5")
+    script = """float(os.environ.get("LR", 1)), os.getenv('DEPTH'), os.environ["FOLDER"], environ["RANK"], os.environ["WANDB_API_KEY"]"""
+    other = """os.environ.pop( 'HF_TOKEN'), os.environ["NCCL_ALGO"], os.environ["UNSET"], os.environ.get(key="NAMED")"""
+    other += """\nhigh = 0.5 if "FLAG" in os.environ else 0.1; low = 'OTHER' not in environ"""
+    told = machine_facts(torch.device("cpu"), 1, {"idea.py": script, "mine.py": other})
+    assert [line for line in told if line.startswith("read by")] == ["read by its sources: DEPTH='1.5', FLAG='1.5', LR='1.5', NAMED='1.5', OTHER='1.5'"]
+    assert not [line for line in machine_facts(torch.device("cpu"), 1, {"idea.py": "x"}) if line.startswith("read by")]
+
+
 def test_variables_that_make_a_run_slower_are_told(monkeypatch):
     """DETAIL checks every collective: a third of a small step, which compare.py laid to nothing."""
     given = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_WAIT_POLICY": "active", "GLOO_SOCKET_IFNAME": "eth0", "KMP_BLOCKTIME": "0",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import sys
 import types
 
@@ -56,6 +57,7 @@ OPTIONS = [  # arguments, message, exit code
     ("--block_size=1099511627775", "--block_size=1099511627775: the most tokens are 384", 1),
     ("--encoding=klingon", "no encoding is called 'klingon'; there are: bytes, ", 1),
     ("--doc_slots=100000", "--doc_slots=100000: the most tokens are 384", 1),
+    ("--trace_steps=8:9", "--trace_steps=8:9: the last step is 7", 1),
     ("--num_scheduled_iterations=2000000", "2000002 steps: a million is the most", 1),
     ("--num_scheduled_iterations=900", r"902 steps need [\d,]+ tokens .* enough for \d+ steps", 1),
     ("--batch_unit=1048576", "enough for 0 steps", 1),
@@ -96,19 +98,34 @@ def test_help_lists_every_setting_with_its_meaning(capsys):
         assert f"--{field.name}{kind}{''.join(field.metadata['meaning'].split())}" in printed
 
 
-def test_a_float_may_be_zero_where_its_row_says_so():
+def test_a_float_may_be_as_low_as_its_row_says():
     """As dropout that is off."""
 
     @dataclasses.dataclass
     class Settings:
         dropout: float = setting(0.0, "share", least=0)
         rate: float = setting(1.0, "x")
+        start: float = setting(-1.0, "of a gate", least=-2)
 
     check_values(Settings())
-    with pytest.raises(ValueError, match="^--dropout=-0.1: must be positive and finite, or 0$"):
+    with pytest.raises(ValueError, match="^--dropout=-0.1: must be 0 or more and finite$"):
         check_values(Settings(dropout=-0.1))
+    check_values(Settings(start=-1.5))
+    for value in (-2.5, math.inf, math.nan):
+        with pytest.raises(ValueError, match=rf"^--start={value}: must be -2 or more and finite$"):
+            check_values(Settings(start=value))
     with pytest.raises(ValueError, match="^--rate=0.0: must be positive and finite$"):
         check_values(Settings(rate=0.0))
+
+
+def test_help_is_shown_for_a_setting_that_no_run_may_have(capsys):
+    @dataclasses.dataclass
+    class Settings:
+        width: float | None = setting(None, "width")
+
+    with pytest.raises(SystemExit, match="0"):
+        parse_options(Settings, {"small": {}}, "small", ["--help"])
+    assert "--width FLOAT | NONE" in capsys.readouterr().out
 
 
 def test_an_idea_may_postpone_its_annotations(capsys):

@@ -1,5 +1,6 @@
 """Text from a checkpoint: by sample.py, with the weights that were saved."""
 
+import errno
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ import torch
 import sample
 import train_gpt
 import triton_kernels
-from common import ROOT, SCRIPT, lines_of, options
+from common import ROOT, SCRIPT, lines_of, options, unreadable, without_rights
 from data.loader import first_documents
 from data.shards import write_shard
 from runtime.checkpoints import read_checkpoint, write_checkpoint
@@ -124,10 +125,14 @@ def test_sampling_computes_with_the_saved_weights(logs, monkeypatch):
         (["/nowhere.pt", "x"], "/nowhere.pt: cannot be read: No such file", 1),
         (["latest", "x", "--log_dir=/nowhere"], "error: latest: no usable checkpoint in /nowhere/*: --save_every writes them", 1),
         (["x"], "required: prompt", 2),
+        (["", "x"], "argument checkpoint: is empty: leave the option out, or give a value (a file, or 'latest')", 2),
         (["x", "y", "--tokens=0"], "--tokens and --temperature must be positive and finite", 2),
         *[(["x", "y", f"--temperature={t}"], "must be positive and finite", 2) for t in ("inf", "nan", "0", "-1", "1e999")],
         *[(["x", "y", f"--nucleus={n}"], "--nucleus must be above 0 and at most 1", 2) for n in ("0", "1.1", "nan", "-1")],
-        (["x", "y", "--script=/nowhere.py"], "/nowhere.py: no such file", 2),
+        (["x", "y", "--script=/nowhere.py"], "/nowhere.py: No such file", 2),
+        (["x", "y", f"--script=/{'x' * 256}.py"], "x.py: File name too long", 2),
+        (["x", "y", "--script=/\x1b[31m.py"], r"error: --script=/\x1b[31m.py: ", 2),
+        (["x", "y", "--no\x1b[31m"], r"unrecognized arguments: --no\x1b[31m", 2),
         *[(["x", "y", f"--script={ROOT / name}"], f"{name}: is no training script, such as train_gpt.py", 2)
           for name in ("README.md", "run.sh", "data/encodings.py")],
     ],
@@ -137,6 +142,25 @@ def test_sampling_refuses_clearly(capsys, monkeypatch, arguments, message, code)
     with pytest.raises(SystemExit) as exit_:
         sample.main(arguments)
     assert exit_.value.code == code and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path, said", [("closed/idea.py", "Permission denied"), ("unread.py", "Permission denied"),
+                                        ("loop.py", "Too many levels of symbolic links")])  # fmt: skip
+def test_a_script_that_cannot_be_read_is_one_message(tmp_path, path, said):
+    script = unreadable(tmp_path) / path
+    command = [sys.executable, f"{ROOT / 'sample.py'}", "x", "y", f"--script={script}"]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=without_rights)
+    assert done.returncode == 2 and done.stderr.endswith(f"error: --script={script}: {said}\n")
+
+
+def test_a_folder_of_logs_that_may_not_be_read_is_not_an_empty_one(tmp_path, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", f"{path}")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(SystemExit):
+        sample.main(["latest", "x", f"--log_dir={tmp_path}"])
+    assert f"sample.py: error: [Errno 13] Permission denied: '{tmp_path}'\n" in capsys.readouterr().err
 
 
 TEMPERATURES = {1e308: "any", 1e38: "any", 1e-38: "likeliest", 1e-45: "likeliest", 1e-46: "likeliest", 5e-324: "likeliest"}

@@ -77,7 +77,7 @@ def test_the_log_holds_every_file_that_was_imported(idea, project):
     found = sources_of(idea / "logs" / "run.txt")
     runtime = {f"runtime/{path.name}" for path in (project / "runtime").glob("*.py")}
     data = {"data/__init__.py", "data/encodings.py", "data/loader.py", "data/shards.py"}
-    launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "signals", "sources")}
+    launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "signals", "sources", "unsaved")}
     others = {"ideas/idea.py", "ideas/my_kernels.py", *(path.name for path in ROOT.glob("*.py"))}
     others -= {"train_gpt.py"}  # the idea
     assert {*found} == others | launch | data | runtime
@@ -152,7 +152,10 @@ def test_a_changed_copy_of_our_module_beside_a_script_is_the_one_that_runs(proje
     assert (done.stdout, done.stderr) == (f"{names}\n{['MINE = 1' + chr(10)] * 3}\n", "")
 
 
-@pytest.mark.parametrize("how", ["import mine", "from mine import X", "from spaces.part import X", "def late():\n    import mine", "import mine.part as p"])
+FOREIGN = ["", "import mine", "from mine import X", "from spaces.part import X", "def late():\n    import mine", "import mine.part as p"]
+
+
+@pytest.mark.parametrize("how", FOREIGN)
 def test_a_module_from_elsewhere_is_refused(project, tmp_path, how):
     """By PYTHONPATH, say: the run's log did not hold it, and two runs by two of its states were of the same sources. What is
     imported by nobody of ours, as a debugger is, and packages are none."""
@@ -161,7 +164,8 @@ def test_a_module_from_elsewhere_is_refused(project, tmp_path, how):
     (tmp_path / "mine" / "part.py").write_text("")
     (tmp_path / "spaces").mkdir()  # a namespace package
     (tmp_path / "spaces" / "part.py").write_text("X = 1\n")
-    (tmp_path / "debugger.py").write_text("")
+    for name in ("debugger", "Path", "log", "word"):  # the last three: no module that is imported, but a name, ours, a comment's
+        (tmp_path / f"{name}.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import debugger\n")
     (tmp_path / "target" / "other-1.0.dist-info").mkdir(parents=True)  # as pip install --target leaves
     for file in ("site-packages/package.py", "target/other/__init__.py", "target/other/part.py"):
@@ -169,16 +173,15 @@ def test_a_module_from_elsewhere_is_refused(project, tmp_path, how):
         (tmp_path / file).write_text("")
     path = f"{tmp_path}:{tmp_path}/site-packages:{tmp_path}/target"
     script, before = project / "ideas" / "foreign.py", {**os.environ, "PYTHONPATH": path}
-    tried = {"": "", "idea": f"{how}\n"}
-    for name, statement in tried.items():
-        script.write_text(
-            f"import sys\nsys.path[1:1] = [{f'{project}'!r}]\nfrom launch.sources import Sources\nSOURCES = Sources(__file__)\n"
-            f"import package, other.part\n{statement}assert 'debugger' in sys.modules\nSOURCES.of_run()\n"
-        )
-        done = subprocess.run([sys.executable, f"{script}"], capture_output=True, text=True, env=before)
-        which = "spaces" if "spaces" in how else "mine"
-        said = f"ideas/foreign.py imports {which} from {tmp_path}/{which}, which no log would hold: move it beside"
-        assert (said in done.stderr) if name else not done.stderr, done.stderr
+    script.write_text(
+        f"import sys\nsys.path[1:1] = [{f'{project}'!r}]\nfrom launch.sources import Sources\nSOURCES = Sources(__file__)\n"
+        "from pathlib import Path\nimport package, other.part, runtime.log as log  # import word\n"
+        f"{how}\nassert 'debugger' in sys.modules\nSOURCES.of_run()\n"
+    )
+    done = subprocess.run([sys.executable, f"{script}"], capture_output=True, text=True, env=before)
+    which = "spaces" if "spaces" in how else "mine"
+    said = f"ideas/foreign.py imports {which} from {tmp_path}/{which}, which no log would hold: move it beside"
+    assert (said in done.stderr) if how else not done.stderr, done.stderr
 
 
 def test_a_file_where_the_user_stands_comes_before_the_projects(project):
@@ -401,6 +404,18 @@ def test_a_script_that_runs_anothers_main_is_refused_by_its_ranks_too(tree, monk
             assert "idea.py" in sources.of_run()
 
 
+@pytest.mark.parametrize("how", ["-c", "a pipe", "a file without .py"])
+def test_code_that_no_log_would_hold_trains_nothing(tmp_path, how):
+    """Of a sweep by `python -c`, whose runs had other losses, "the same sources, settings and environment"."""
+    code = f"import sys\nsys.path.insert(0, {f'{ROOT}'!r})\nimport train_gpt\ntrain_gpt.LR_FLOOR = 0.9\ntrain_gpt.SOURCES.of_run()\n"
+    (tmp_path / "sweep").write_text(code)
+    command = {"-c": ["-c", code], "a pipe": ["-"], "a file without .py": [f"{tmp_path}/sweep"]}[how]
+    environment = {name: value for name, value in os.environ.items() if name != "SCRIPT"}
+    done = subprocess.run([sys.executable, *command], input=code, env=environment, capture_output=True, text=True)
+    name = {"-c": "code without a file", "a pipe": "<stdin>"}.get(how, "sweep")
+    assert done.returncode == 1 and f"ValueError: {name} runs the main() of {ROOT}/train_gpt.py, whose log would not hold" in done.stderr
+
+
 def test_so_it_is_by_a_rank_that_torchrun_starts(shards, tmp_path, monkeypatch, capsys):
     (tmp_path / "idea.py").write_bytes(b"# \xe9\n")
     monkeypatch.setattr(train_gpt, "SOURCES", Sources(tmp_path / "idea.py"))
@@ -461,6 +476,21 @@ def test_what_a_step_imports_later_is_held_too(tree, tmp_path):
         (mine / name).write_text(text)
     never = {"unused.py", "fifth.py", "later.py"}  # what Python cannot parse it cannot import
     assert Sources(mine / "script.py").imported() == {name: text for name, text in texts.items() if name not in never}
+
+
+IN_A_STEP = ["from mine import GAIN", 'importlib.import_module("mine")', '__import__("mine")']
+
+
+@pytest.mark.parametrize("folder", [".", "lib"])
+@pytest.mark.parametrize("statement", IN_A_STEP)
+def test_so_is_what_it_imports_from_a_folder_that_the_script_adds_and_by_a_text(tree, monkeypatch, statement, folder):
+    """Two values of GAIN were the same sources to compare.py, to a resumption and to a race."""
+    root, _ = tree
+    (root / "lib").mkdir()
+    (root / folder / "mine.py").write_text("GAIN = 1.0\n")
+    (root / "idea.py").write_text(f"import importlib\n\ndef step():\n    {statement}\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, f"{root / 'lib'}"])
+    assert [*Sources(root / "idea.py").imported()] == ["idea.py", "mine.py" if folder == "." else "lib/mine.py"]
 
 
 @pytest.mark.parametrize("place", ["a_before_the_project", "z_after_it"])

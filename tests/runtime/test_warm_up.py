@@ -1,19 +1,27 @@
 """The warm-up runs every shape that the schedule uses, and leaves no trace."""
 
+import os
 import random
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
+import launch.unsaved
 import train_gpt
-from common import options, tiny_settings, unequal
+from common import ROOT, SCRIPT, options, tiny_settings, unequal
 from launch.console import AgreedError
+from launch.unsaved import kept_outside
 from runtime.checkpoints import read_checkpoint
 from runtime.ranks import Ranks
 from train_gpt import build, main, step_schedule, warm_up
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
+THIS = sys.modules[__name__]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -43,8 +51,173 @@ def test_a_buffer_that_the_forward_pass_changes_is_refused(shards, tmp_path, mon
         return manager
 
     monkeypatch.setattr(train_gpt, "build", build_with_buffers)
-    with pytest.raises(AgreedError, match="^the forward pass changes running: neither a checkpoint nor another rank knows"):
+    with pytest.raises(AgreedError, match="^passes or updates change running: neither a checkpoint nor another rank knows"):
         train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
+
+
+class Part(torch.nn.Module):
+    """An idea's module, with state that is neither a parameter nor a buffer."""
+
+    count = 0
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(3)
+
+
+class Average:
+    """Of the head, in no module."""
+
+    def __init__(self, manager):
+        self.held = {"lm_head": manager.model.lm_head.detach().clone()}
+
+    def take_in(self, manager):
+        self.held["lm_head"].lerp_(manager.model.lm_head.detach(), 0.2)
+
+
+def counted(): ...
+
+
+def put(name, value):
+    """Makes manager.NAME = value(manager)."""
+    return lambda manager: setattr(manager, name, value(manager))
+
+
+KEPT = {  # an idea's own state, by its name in the message: how it is made, and what a pass or an update does to it
+    "manager.model.calls": (lambda m: setattr(m.model, "calls", 0), lambda m: setattr(m.model, "calls", m.model.calls + 1), "pass"),
+    "manager.model.late": (lambda m: None, lambda m: setattr(m.model, "late", torch.zeros(2)), "pass"),
+    "manager.model._modules['part'].scale": (
+        lambda m: m.model.add_module("part", Part()), lambda m: m.model.part.scale.add_(1), "pass"),
+    "test_warm_up.Part.count": (lambda m: None, lambda m: setattr(Part, "count", Part.count + 1), "pass"),
+    "test_warm_up.counted.calls": (lambda m: setattr(counted, "calls", 0), lambda m: setattr(counted, "calls", 1), "pass"),
+    "manager.model.rng": (
+        lambda m: setattr(m.model, "rng", torch.Generator()), lambda m: torch.rand((), generator=m.model.rng), "pass"),
+    "manager.numbers": (put("numbers", lambda m: numpy.random.default_rng(0)), lambda m: m.numbers.normal(), "pass"),
+    "manager.dice": (put("dice", lambda m: random.Random(0)), lambda m: m.dice.random(), "pass"),
+    "train_gpt.MEANS['x'][0]": (lambda m: None, lambda m: train_gpt.MEANS.setdefault("x", [torch.zeros(1)])[0].add_(1), "pass"),
+    "manager.optimizer.norm": (lambda m: setattr(m.optimizer, "norm", 0.5), lambda m: setattr(m.optimizer, "norm", 0.6), "step"),
+    "manager.seen": (put("seen", lambda m: 0), lambda m: setattr(m, "seen", m.seen + 1), "step"),
+    "manager.average.held['lm_head']": (put("average", Average), lambda m: m.average.take_in(m), "step"),
+    "manager.swa._buffers['n_averaged']": (
+        put("swa", lambda m: torch.optim.swa_utils.AveragedModel(m.model)), lambda m: m.swa.update_parameters(m.model), "step"),
+    "manager.sgd.state[0]['step']": (
+        put("sgd", lambda m: torch.optim.AdamW([torch.nn.Parameter(torch.ones(3), requires_grad=True)])),
+        lambda m: (setattr(m.sgd.param_groups[0]["params"][0], "grad", torch.ones(3)), m.sgd.step()), "step"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_state_that_no_checkpoint_holds_is_told(shards, tmp_path, monkeypatch, capsys, name):
+    """A counter, a generator, an average of weights, an optimizer of its own: a resumed run began them anew, without a word, and
+    had a loss of 4.95 in place of 4.55."""
+    monkeypatch.setattr(train_gpt, "MEANS", {}, raising=False)
+    monkeypatch.setitem(launch.unsaved.__dict__, "own_modules", lambda *_: {"train_gpt": train_gpt, "test_warm_up": THIS})
+    make, change, when = KEPT[name]
+
+    class Idea(train_gpt.TrainingManager):
+        def forward_schedule(self):
+            if when == "pass":
+                change(self)
+            return super().forward_schedule()
+
+        def step_optimizers(self, step):
+            super().step_optimizers(step)
+            if when == "step":
+                change(self)
+
+    def build_with_state(*args):
+        manager = build(*args)
+        make(manager)
+        return manager
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Idea)
+    monkeypatch.setattr(train_gpt, "build", build_with_state)
+    train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
+    said = re.search("^caution: passes or updates change (.*): no checkpoint holds that", capsys.readouterr().out, re.MULTILINE)
+    assert said and name in said[1]
+
+
+def test_a_module_of_an_idea_is_looked_at(shards, tmp_path):
+    """A counter in a module beside an idea was passed by."""
+    counting = "    helper.CALLS += 1\n    model, h = manager.model, manager.h\n"
+    idea = SCRIPT.read_text().replace("import torch\n", "import helper\nimport torch\n", 1)
+    (tmp_path / "idea.py").write_text(idea.replace("    model, h = manager.model, manager.h\n", counting, 1))
+    (tmp_path / "helper.py").write_text("CALLS = 0\n")
+    command = [sys.executable, f"{tmp_path / 'idea.py'}", *options(shards, tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": f"{ROOT}"}, capture_output=True, text=True, timeout=120)
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("caution")]
+    assert done.returncode == 0 and said.startswith("caution: passes or updates change helper.CALLS: no checkpoint holds that")
+
+
+class Closed(dict):
+    def values(self):
+        raise ValueError("invalid operation on closed shelf")
+
+
+class Proxy:
+    def __getattr__(self, name):
+        return {"z_loss": 1e-4}[name]
+
+
+ODD = {
+    "a KeyError for an attribute": Proxy,
+    "a closed mapping": Closed,
+    "conjugate numbers": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "more digits than Python writes": lambda: (1 << 20000) - 1,
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_cannot_be_looked_at_is_passed_over(monkeypatch, kind):
+    """Each ended a sound run in a traceback."""
+    monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
+    assert kept_outside(SimpleNamespace(odd=ODD[kind](), after=3), None) == {"manager.after": "3"}
+
+
+class Corpus(list):
+    """Counts what is read of it."""
+
+    read = 0
+
+    def __iter__(self):
+        for x in super().__iter__():
+            self.read += 1
+            yield x
+
+
+@pytest.mark.parametrize("kind", [Corpus, lambda numbers: dict.fromkeys(numbers, 1)], ids=["list", "dict"])
+def test_a_corpus_in_a_list_is_looked_at_in_part(monkeypatch, kind):
+    """Of five million numbers the names alone took 2 GB, on each rank."""
+    monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
+    monkeypatch.setattr(launch.unsaved, "MOST", 100)
+    tokens = kind(range(1000))
+    found = kept_outside(SimpleNamespace(count=1, tokens=tokens), None)
+    assert "manager.count" in found and 90 < len(found) <= 100 and getattr(tokens, "read", 0) <= 100
+
+
+def test_a_buffer_that_an_update_changes_is_refused(shards, tmp_path, monkeypatch):
+    """An average of weights in a buffer: it changes in no pass."""
+
+    class Averaging(train_gpt.TrainingManager):
+        def step_optimizers(self, step):
+            super().step_optimizers(step)
+            self.model.average.lerp_(self.model.lm_head.detach(), 0.1)
+
+    def build_with_average(*args):
+        manager = build(*args)
+        manager.model.register_buffer("average", manager.model.lm_head.detach().clone())
+        return manager
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Averaging)
+    monkeypatch.setattr(train_gpt, "build", build_with_average)
+    with pytest.raises(AgreedError, match="^passes or updates change average: neither a checkpoint"):
+        train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
+
+
+@pytest.mark.parametrize("given", [{"tail_averages": True}, {"grad_dtype": "float32", "dtype": "bfloat16"}])
+def test_the_recipe_keeps_no_state_that_no_checkpoint_holds(shards, tmp_path, capsys, given):
+    train_gpt.train(tiny_settings(shards, tmp_path, **given), RANKS)
+    assert "caution" not in capsys.readouterr().out
 
 
 def test_all_random_numbers_of_the_first_weights_are_the_seeds(shards, tmp_path):

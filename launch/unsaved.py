@@ -1,0 +1,119 @@
+"""What a script keeps where no checkpoint looks: its own state in attributes, classes, modules and globals.
+
+A resumed run begins such state anew, and the warm-up, whose updates are undone, changes it for good. So all that can be reached
+from the manager and from the script's own modules is compared before and after the warm-up, and what differs is told.
+"""
+
+import contextlib
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Mapping, Set
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+from launch.machine import check_buffers, checksum, checksums
+from launch.sources import Sources
+
+PROJECT = {"attention", "cpu", "data", "launch", "no_triton", "runtime", "sample", "tail_averages", "tracer", "triton_kernels"}
+SET_IN_EACH_STEP = {"lr_mul", "momentum", "wide_grads"}  # of the optimizer
+SAMPLED = 1 << 16  # elements by which a larger tensor is told from another
+MOST = 100_000  # values that are looked at
+NAMED = 3  # in a message
+
+
+def told_apart(x: Any) -> str:
+    """A text that is another for another number, text, tensor, array or random generator; "": no such."""
+    if isinstance(x, (int, float, complex, str, bytes)):
+        return f"{x!r}"
+    if isinstance(x, torch.Tensor):
+        plain = x.layout == torch.strided and not x.is_meta
+        return f"{tuple(x.shape)} {checksums('', {'': x.detach().flatten()[:: 1 + x.numel() // SAMPLED]}) if plain else ''}"
+    if isinstance(x, numpy.ndarray):
+        return f"{x.shape} {checksum(x.tobytes())}"
+    if isinstance(x, torch.Generator):
+        return checksum(x.get_state().numpy())
+    if isinstance(x, numpy.random.Generator):
+        return f"{x.bit_generator.state}"
+    if isinstance(x, (random.Random, numpy.random.RandomState)):
+        return f"{x.getstate() if isinstance(x, random.Random) else x.get_state()}"
+    return ""
+
+
+def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
+    """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count."""
+    if isinstance(x, Mapping):
+        keys = (f"{key!r:.40}" if isinstance(key, str | int) else i for i, key in enumerate(x))
+        return [(f"[{key}]", y) for key, y in itertools.islice(zip(keys, x.values()), MOST)]
+    if isinstance(x, list | tuple | Set | deque):
+        return [(f"[{i}]", y) for i, y in enumerate(itertools.islice(x, MOST))]
+    foreign = isinstance(x, FunctionType | type) and x.__module__ not in own
+    if foreign or isinstance(x, ModuleType | Sources | torch.Tensor):
+        return []
+    attributes = vars(x) if hasattr(x, "__dict__") else {}
+    left = SET_IN_EACH_STEP if "grad_divisor" in attributes else ()
+    return [(f".{name}", y) for name, y in attributes.items() if named(name) and name not in left]
+
+
+def named(name: str) -> bool:  # by a script, not by Python or its compiler
+    return not name.startswith(("__", "_dynamo", "_compiled_call"))
+
+
+def own_modules(manager: Any, sources: Sources) -> dict[str, ModuleType]:
+    """By its name in a message, the script as a module, and those of the modules that it imports which are not the project's."""
+    files = {file for file, path in sources.paths.items() if path}
+    found = {name: x for name, x in sys.modules.items() if getattr(getattr(x, "__spec__", None), "origin", None) in files}
+    beside = {name: x for name, x in found.items() if name.partition(".")[0] not in PROJECT | {"__main__"}}
+    return beside | {sources.path.stem: sys.modules[type(manager).__module__]}
+
+
+def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
+    """By name, such as manager.ema['embed'], what tells apart each value that can be reached from the manager and from the
+    script's modules. What a checkpoint holds is among it: it is the same again once the warm-up is undone."""
+    modules = own_modules(manager, sources)
+    own = {module.__name__ for module in modules.values()}
+    roots = [("manager", manager), *(
+        (f"{name}.{x}", y) for name, module in modules.items() for x, y in vars(module).items() if named(x))]  # fmt: skip
+    found, seen, left = {}, set(), deque(roots)
+    while left and len(found) + len(seen) < MOST:
+        name, x = left.popleft()
+        with contextlib.suppress(Exception):  # of a shelf that is closed, an object whose attributes are its own affair
+            if text := told_apart(x):
+                found[name] = text
+            elif id(x) not in seen:
+                seen.add(id(x))
+                left.extend((f"{name}{part}", y) for part, y in parts_of(x, own))
+    return found
+
+
+def names_of(tree: Any, name: str) -> set[str]:
+    """Those of all that is in a nest of dicts, with points."""
+    if not isinstance(tree, dict):
+        return {name}
+    return set().union(*(names_of(x, f"{name}.{key}".lstrip(".")) for key, x in tree.items()))
+
+
+def check_names(manager: Any) -> None:
+    """Raise ValueError for state that state_dict gives and layout does not tell of, or the other way: no checkpoint could be
+    resumed."""
+    given, told = (names_of({**state, "partial": {}}, "") for state in (manager.state_dict(), manager.layout(0)))
+    if other := sorted(given ^ told):
+        fault = f"{other[0]} is in {'state_dict' if other[0] in given else 'layout'} alone of {type(manager).__name__}"
+        raise ValueError(f"{fault}: what a checkpoint shall hold goes into _arrange, which both take it from")
+
+
+def warm_up_traces(buffers: dict[str, str], outside: dict[str, str], manager: Any, sources: Sources) -> str:
+    """What to tell, if the warm-up has left traces outside of what a checkpoint holds. outside: what kept_outside gave before.
+    Raises ValueError, naming them, for the model's buffers."""
+    check_buffers(buffers, manager.live_tensors().get("buffers", {}))
+    now = kept_outside(manager, sources)
+    changed = [name for name in {**outside, **now} if now.get(name) != outside.get(name)]
+    if not changed:
+        return ""
+    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+    how = "a run begins with what the warm-up has left there, and a resumption does so again"
+    return f"caution: passes or updates change {', '.join(changed[:NAMED])}{more}: no checkpoint holds that; {how}"
