@@ -14,11 +14,15 @@ import argparse
 import importlib.util
 import math
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # also while it imports: there is nothing to undo
 
 if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
     early = argparse.ArgumentParser(add_help=False)
@@ -171,8 +175,6 @@ def main(argv: list[str] | None = None) -> None:
         with until_reader_leaves():
             sys.stdout.reconfigure(errors="replace")
             print(printable(f"{args.prompt}⟫{text}"))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     except (ValueError, OSError) as error:
         print(printable(f"sample.py: error: {error}"), file=sys.stderr)
         raise SystemExit(1) from None

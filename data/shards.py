@@ -17,6 +17,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import stat
 import sys
 import zipfile
@@ -469,6 +470,8 @@ def one_line_errors() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not a test's
             stream.reconfigure(errors="backslashreplace")
+    if callable(signal.getsignal(signal.SIGINT)):  # not ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except (DataError, OSError) as error:

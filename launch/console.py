@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import select
+import shutil
 import signal
 import stat
 import subprocess
@@ -111,6 +112,11 @@ def console(text: str, stream: str = "stdout", end: str = "\n") -> None:
         _left.pop(stream, None)
         if stream == "stdout":
             tell(f"stdout cannot be written and is given up: {error}")
+
+
+def live_line(text: str) -> None:
+    """On a terminal, in the place of the one before: no more than a row, as only the cursor's is cleared."""
+    console(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="")
 
 
 def _may_stop(file: TextIO) -> int | None:

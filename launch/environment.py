@@ -19,8 +19,15 @@ if __name__ == "__main__":
 import os
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while it imports
+
+def interrupt_quietly():
+    """Ctrl-C ends this process at once, without a traceback, as while it imports; what is ignored stays so."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+
+if __name__ == "__main__":
+    interrupt_quietly()
 
 import contextlib
 import importlib.util
@@ -231,14 +238,29 @@ def fill(folder, files, lacks):
     return python
 
 
+@contextlib.contextmanager
+def ended_by_signals():
+    """Ctrl-C, SIGTERM and SIGHUP, unless ignored, end a command that is running too, then this process with 128 + signal."""
+    numbers = [x for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(x) != signal.SIG_IGN]
+    before = {x: signal.signal(x, lambda x, _: sys.exit(128 + x)) for x in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def go_on(requirements, *modules):
     """For a tool, before its imports: starts it again in the interpreter that has the packages of this file, if this one lacks
-    a module of these, or, if none is named, a package. Raises SystemExit."""
+    a module of these, or, if none is named, a package. Ctrl-C then ends the tool at once, until it says otherwise. Raises
+    SystemExit."""
     global PROGRAM
+    interrupt_quietly()
     if modules and all(map(importlib.util.find_spec, modules)):
         return
     PROGRAM = os.path.basename(sys.argv[0])
-    python = ensure([os.path.join(ROOT, requirements)])
+    with ended_by_signals():
+        python = ensure([os.path.join(ROOT, requirements)])
     if python != sys.executable:
         os.execv(python, [python] + sys.orig_argv[1:])
 
@@ -254,12 +276,7 @@ def say(text):
 def main(argv):
     global PROGRAM
     PROGRAM, argv = (argv[0][6:], argv[1:]) if argv[:1] and argv[0].startswith("--for=") else ("environment.py", argv)
-    try:
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # which ends a command that is running too
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with ended_by_signals():
         if argv[:1] == ["--missing"]:
             say("".join(lack + "\n" for lack in missing(argv[1:])))
         elif argv[:1] in (["--help"], ["-h"]):
@@ -273,8 +290,6 @@ def main(argv):
             os.execv(python, [python] + argv[end + 1 :])
         else:
             say(ensure(argv) + "\n")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.shards import whole_file
-from launch.console import console, encoded, printable
+from launch.console import console, encoded, live_line, printable
 from launch.signals import STOPS
 from runtime.ranks import Ranks
 
@@ -28,12 +28,12 @@ def log_header(sources: dict[str, str], environment: list[str]) -> str:
 def same_run(path: Path, log: dict[str, str]) -> tuple[str, str] | None:
     """A checkpoint's sources and environment, without later notes; None if the file at path is not its course's log or part."""
     sources, environment = log["header"].removesuffix(f"\n{RULE}").rsplit(f"\n{RULE}\n", 1)  # sources may hold such lines
-    begin, text = f"{sources}\n{RULE}\n", path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    found = path.read_bytes().rstrip(b"\0") if path.is_file() else b""  # a machine that goes down can leave less, or NUL bytes
+    begin, text = f"{sources}\n{RULE}\n", found.decode(errors="replace").rstrip("\ufffd")
     there, _, lines = text[len(begin) :].partition(f"\n{RULE}\n")
-    for old, new in ((text[: len(begin)], begin), (lines, log["lines"])):
-        if not old.startswith(new) and not new.startswith(old):  # a machine that goes down can leave less
-            return None
-    return (sources, environment) if environment.startswith(there) or len(lines) >= len(log["lines"]) else None
+    if not all(x.startswith(y) or y.startswith(x) for x, y in ((text[: len(begin)], begin), (lines, log["lines"]))):
+        return None
+    return (sources, environment) if f"{environment}\n{RULE}".startswith(there) or len(lines) >= len(log["lines"]) else None
 
 
 class Log:
@@ -94,11 +94,11 @@ class Log:
         if text and not self.quiet:
             console(("\r\x1b[K" if self.live else "") + printable(text))
 
-    def progress(self, line: str, live_line: str) -> None:
+    def progress(self, line: str, live: str) -> None:
         """A step's line: into the log; on a terminal as the live line, in a pipe as it is."""
         self.write(line, console=not self.live)
         if self.live:
-            console(f"\r\x1b[K{live_line}", end="")
+            live_line(live)
 
     def close(self) -> None:
         if not self.quiet:

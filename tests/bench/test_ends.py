@@ -64,6 +64,27 @@ def test_a_signal_leaves_neither_ranks_nor_folders(start, shards, tmp_path, tool
     assert (tmp_path / "ended").exists() and not rank.exists() and not list((tmp_path / "tmp").iterdir())
 
 
+SLOW = """
+import os, time
+open(os.environ["IMPORTING"], "w").close()
+time.sleep(600)
+"""
+WITH_IMPORTS = ["sample.py", "data/local_text.py", *(f"bench/{x}.py" for x in ("communication", "cpu_step", "kernels", "order", "verdicts"))]
+
+
+@pytest.mark.parametrize("tool", WITH_IMPORTS)
+def test_ctrl_c_while_a_tool_imports_is_no_traceback(tmp_path, tool):
+    """PyTorch takes seconds."""
+    for name in ("torch", "numpy", "tqdm"):
+        (tmp_path / f"{name}.py").write_text(SLOW)
+    there = {**os.environ, "PYTHONPATH": f"{tmp_path}", "IMPORTING": f"{tmp_path / 'importing'}"}
+    command = [sys.executable, f"{ROOT / tool}", "--help"]
+    with subprocess.Popen(command, env=there, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: (tmp_path / "importing").exists() or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        assert (*process.communicate(timeout=60), process.returncode) == ("", "", 130)
+
+
 def test_a_signal_while_a_child_starts_ends_it_too() -> None:
     """It came before anybody knew the child, which stayed."""
     source = """

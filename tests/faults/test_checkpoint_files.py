@@ -171,6 +171,20 @@ def test_a_log_with_fewer_lines_is_of_the_same_course_unless_that_went_on_from_a
     assert same_run(path, saved) == (("source", "Python") if kept else None)
 
 
+@pytest.mark.parametrize("cut", range(4))
+@pytest.mark.parametrize("nul_bytes", [0, 5000])
+def test_what_a_power_loss_leaves_of_a_log_is_of_its_course(tmp_path, cut, nul_bytes):
+    """A file system that had made room for bytes that it never wrote; a character that is cut."""
+    text = [f"source √\n{RULE}\nPython √\n{RULE}\n", "step:1 √", "\nstep:2\n"]
+    whole = "".join(text).encode()
+    sizes = [0, len("source √".encode()) - 1, len(text[0].encode()) - 1, len("".join(text[:2]).encode()) - 1]
+    (path := tmp_path / "run.txt").write_bytes(whole[: sizes[cut]] + bytes(nul_bytes))
+    saved = {"header": text[0][:-1], "lines": text[1] + text[2]}
+    assert same_run(path, saved) == ("source √", "Python √")
+    path.write_bytes(b"another" + whole[: sizes[cut]] + bytes(nul_bytes))
+    assert same_run(path, saved) is None
+
+
 def at_once(*_) -> None:
     raise KeyboardInterrupt
 

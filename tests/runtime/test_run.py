@@ -95,17 +95,20 @@ def test_a_pipe_gets_plain_lines(finished):
     assert sum(line.startswith("step:") for line in finished[0].splitlines()) == 8 + 3
 
 
-def test_a_terminal_gets_one_live_line(finished, shards, tmp_path, monkeypatch, no_warm_up):
+@pytest.mark.parametrize("columns", [80, 20])
+def test_a_terminal_gets_one_live_line_of_a_row(shards, tmp_path, monkeypatch, no_warm_up, columns):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", f"{columns}")
     main(options(shards, tmp_path))
     live = [line for line in terminal.getvalue().split("\r\x1b[K") if line.startswith("step ")]
-    assert len(live) == 8
-    assert re.match(r"step 8/8  loss \d+\.\d{4}  [\d,]+ tokens/s  0:00 left", live[-1])
+    assert len(live) == 8 and max(len(line.partition("\n")[0]) for line in live) < columns
+    row = re.match(r"step 8/8  loss \d+(\.\d{4}  [\d,]+ tokens/s  0:00 left)?", live[-1])
+    assert row and bool(row[1]) == (columns == 80)
 
 
 def test_one_rank_trains_like_two(finished, shards, tmp_path, no_warm_up):
