@@ -47,15 +47,16 @@ ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|I
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
 SETTINGS_LINE = re.compile(r"^(\S.{0,4095}?\.py) (\w+\(.*\))[ \t]*$", re.MULTILINE)  # script, settings; blanks are an editor's
-BANNER = re.compile(rb"\n-{40}\r?\n# *([^\n]{1,4096}?)\r?\n-{40}\r?\n")
-# What may hold quotes or lines like any of a log's, without being one: comments and strings. Without possessive quantifiers,
-# which Python had wrong before 3.11.5; no character can be read in two ways, so none is read often.
+BANNER = re.compile(rb"\n-{40}\r?\n# *([^\s][^\n]{0,4095})\n-{40}\r?\n")  # no blank can be of the path or before it
+# What may hold quotes or lines like any of a log's, without being one: comments and strings; one that nothing ends goes to the
+# end of its line, or of the text, and is not looked at twice. Without possessive quantifiers, which Python had wrong before
+# 3.11.5; no character can be read in two ways, so none is read often.
 COMMENT_OR_STRING = re.compile(
     rb"#[^\n]*"
-    rb"|'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*(?:'''|\Z)"
-    rb'|"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*(?:"""|\Z)'
-    rb"|'[^'\\\n]*(?:\\.[^'\\\n]*)*'"
-    rb'|"[^"\\\n]*(?:\\.[^"\\\n]*)*"',
+    rb"|'''[^'\\]*(?:(?:\\(?:.|\Z)|'(?!''))[^'\\]*)*(?:'''|\Z)"
+    rb'|"""[^"\\]*(?:(?:\\(?:.|\Z)|"(?!""))[^"\\]*)*(?:"""|\Z)'
+    rb"|'[^'\\\n]*(?:\\(?:.|\Z)[^'\\\n]*)*(?:'|(?=\n)|\Z)"
+    rb'|"[^"\\\n]*(?:\\(?:.|\Z)[^"\\\n]*)*(?:"|(?=\n)|\Z)',
     re.DOTALL,
 )
 FACTS = (
@@ -362,7 +363,7 @@ def next_banner(text: bytes, start: int, seen: set[str], effort: Effort) -> tupl
 
 
 def banner_name(banner: re.Match) -> str:
-    return banner[1].decode("utf-8", "replace")
+    return banner[1].removesuffix(b"\r").decode("utf-8", "replace")
 
 
 # -----------------------------------------------------------------------------

@@ -181,6 +181,15 @@ def test_nothing_but_whole_sources_is_parsed(monkeypatch):
     assert parsed == set(sources.values())
 
 
+@pytest.mark.parametrize("text", [rb"'\'\'\'\'", rb'''"\'\'\'\'"''', rb"""'''\'\'\'""" + b"\\", rb'''"""x"""y"\'''', b"'a\nb'#'", b"\"'''\n'''"])
+def test_no_quote_is_looked_at_twice(text):
+    """A log of 40 KB whose quotes nothing ends took 5 s, and 25 times that for five times its length."""
+    between, at = b"", 0
+    for string in runlog.COMMENT_OR_STRING.finditer(text):
+        between, at = between + text[at : string.start()], string.end()
+    assert at and not {*b"'\"#"} & {*between, *text[at:]}
+
+
 def test_every_truncation_reads_and_none_invents_a_figure():
     """A log cut at any byte, as a run that still writes it leaves it: never an error, and only whole figures."""
     data = make_log()
