@@ -7,6 +7,8 @@ from kinds import same_source
 from runlog import RunLog, resumed_with_changes
 from tool import clean
 
+MOST_PAIRS = 10**8  # of lines of two sources: seconds
+
 
 def changed(baseline: Group, group: Group) -> str:
     """In a line: the sources of the first run of each, the environments of all."""
@@ -47,9 +49,22 @@ def source_diffs(a: RunLog, b: RunLog) -> list[tuple[str, list[str]]]:
             titles = [clean(f"{log.path}: {name if source is not None else '(none)'}", one_line=True)
                       for log, name, source in ((a, name_a, source_a), (b, name_b, source_b))]  # fmt: skip
             lines = [(source or b"").decode("utf-8", "replace").splitlines() for source in (source_a, source_b)]
-            diff = [*difflib.unified_diff(*lines, *titles, lineterm="")]
+            diff = line_diff(*lines, *titles)
             diffs.append((name_b, diff or [f"--- {titles[0]}", f"+++ {titles[1]}"]))  # empty, or other line breaks
     return diffs
+
+
+def line_diff(before: list[str], after: list[str], *titles: str) -> list[str]:
+    """Unified; of texts that would take minutes all that is between their common beginning and end."""
+    if len(before) * len(after) < MOST_PAIRS:
+        return [*difflib.unified_diff(before, after, *titles, lineterm="")]
+    first = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
+    rest = min(len(before), len(after)) - first
+    last = next((i for i, (a, b) in enumerate(zip(before[::-1], after[::-1])) if a != b or i == rest), rest)
+    sides = [side[first : len(side) - last] for side in (before, after)]
+    ranges = " ".join(f"{sign}{first + 1},{len(side)}" for sign, side in zip("-+", sides))
+    lines = (f"{sign}{line}" for sign, side in zip("-+", sides) for line in side)
+    return [f"--- {titles[0]}", f"+++ {titles[1]}", f"@@ {ranges} @@ too long to be compared line by line", *lines]
 
 
 def other_tokens(a: RunLog, b: RunLog) -> list[str]:

@@ -96,6 +96,9 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--json goes without {asked[0]}, which is for people")
     try:
         groups = gather_all(options.groups, options.any_source, options.at)
+        logs = [log.path for group in groups for log in group.logs]
+        if options.plot and options.plot.exists() and any(map(options.plot.samefile, logs)):
+            raise InputError(f"--plot={options.plot}: is one of the logs: name another file")
         if options.json:
             print_json(groups, options.target, options.pairs)
         else:

@@ -36,7 +36,7 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
     for name in log.sources:
         if fault := path_fault(name, log.sources):
             raise ExtractError(f"{log_path}: names a source {shortened(name)!r}: {fault}; nothing written")
-    parents = (parent for parent in folder.absolute().parents if parent.is_dir())
+    parents = (parent for parent in folder.absolute().parents if os.access(parent, os.R_OK | os.X_OK) and parent.is_dir())
     with tool.alone(next(parents, folder)):  # two would find folder empty
         return write(log.sources, folder, force)
 

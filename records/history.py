@@ -307,6 +307,7 @@ def update(options: argparse.Namespace, root: Path) -> None:
         for path in draw_pictures(records[options.picture], records):
             print(f"wrote {path}")
     if options.add:
+        pages(root)  # what is wrong with another record's would be found once this one is there
         metadata = {name: getattr(options, name) for name in FIELDS}
         metadata["contributors"] = [name.strip() for name in options.contributors.split(",")]
         metadata |= {"pairs": True} if options.pairs else {}

@@ -13,8 +13,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leave
 
 import t_tests
 import tool
-from groups import InputError, folded, gather, on_several_machines
+from groups import InputError, folded, gather, on_several_machines, plural
 from t_tests import MOST_RUNS, POWER, RANGE, P
+from verdict import cautions
 
 SIGMA = 0.0014  # of final losses between seeds, in the public speedrun's records
 COUNTS = (3, 5, 10, 20, 40)
@@ -78,6 +79,10 @@ def main(argv: list[str] | None = None) -> None:
             options.sigma, between = t_tests.sigma(values), spread_range(values)
             if group.aside:
                 print("\n".join(["Not counted:", *(f"  {line}" for line in folded(group.aside))]))
+            for caution in cautions(group):
+                print(f"But: {caution}.")
+            if lack := options.time and len(group.runs) - len(values):
+                print(f"But: {plural(lack, 'log')} of {len(group.runs)} tell no times.")
         elif options.sigma is None:
             options.sigma = None if options.time else SIGMA
         if not options.sigma or not options.sigma > 0 or not options.difference > 0:

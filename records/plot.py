@@ -1,9 +1,12 @@
 """The pictures: of a comparison (compare.py --plot), and of a record's losses alone (history.py --picture)."""
 
 import math
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ["MPLBACKEND"] = "agg"  # none that a user asks for, which may not be there
 
 import matplotlib
 import numpy as np

@@ -32,6 +32,7 @@ from kinds import differing, kind
 from launch.console import console, user_path
 from launch.sources import Sources
 from runlog import RunLog, made_with, read_log
+from t_tests import MOST_RUNS
 from tool import ROOT, clean
 
 RUN = (str(ROOT / "run.sh"),)  # the command that trains
@@ -219,8 +220,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", type=tool.above_zero, default=3.28, help="compare.py's: the loss to be below (%(default)s)")
     parser.add_argument("--compare", action="store_true", help="start no run: compare those that are there")
     chosen = parser.parse_args(own)
-    if chosen.count < 1:
-        parser.error("N must be 1 or more")
+    if not 1 <= chosen.count <= MOST_RUNS:
+        parser.error(f"N must be from 1 to {MOST_RUNS:,}")
     if given := [name for name in OWN if any(re.match(rf"--{name}(=|$)", option) for option in options)]:
         parser.error(f"--{given[0]} is the race's to give")
     scripts = [Path(os.path.realpath(script)) for script in chosen.scripts]

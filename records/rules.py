@@ -40,8 +40,10 @@ def check_list(baseline: Group, group: Group, row: dict, target: float) -> str:
         ("Time is training alone, by the same clock", *clock(a, b)),
         ("No extra compiler flags", *compiler_flags(baseline, group)),
         ("The source is in the log", *sources(group)),
-        (f"Faster than the baseline at p < {P:g}, on one machine", PROVEN if faster else BROKEN,
-         row["times_do_not_compare"] or f"{row['time_difference']:+.3f} s, p = {figure(time) or 'undefined'}"),
+        (f"Faster than the baseline at p < {P:g}, {row['where'] or 'on one machine'}",
+         BROKEN if not faster else PROVEN if row["where"] else OPEN,
+         row["times_do_not_compare"] or f"{row['time_difference']:+.3f} s, p = {figure(time) or 'undefined'}"
+         f"{'' if row['where'] else '; the logs do not tell their machines'}"),
         ("Every run has its own seed", *seeds(group)),
         ("The number of runs was fixed before, and all of them are here", OPEN,
          f"{plural(row['runs'], 'run')}, {len(row['set_aside'])} set aside; logs cannot tell of others"),
@@ -330,7 +332,7 @@ def snippet(baseline: dict, row: dict, target: float) -> str:
         "",
         f"losses = {[round(loss, 10) for loss in row['losses']]}",
         f"times = {[round(time, 9) for time in times]}  # seconds",
-        f"baseline_times = {[round(time, 9) for time in before]}  # {row['times_do_not_compare'] or 'same machine'}",
+        f"baseline_times = {[round(time, 9) for time in before]}  # {row['times_do_not_compare'] or row['where'] or '<same machine?>'}",
     ]
     p_below = "scipy.stats.ttest_1samp(losses, {:g}, alternative='less')"
     p_time = "scipy.stats.ttest_ind(times, baseline_times, equal_var=False)"

@@ -35,6 +35,9 @@ UNTIMED = 16  # steps: the oldest public runs start their clock again after ten
 PLAIN_LINE = re.compile(
     rb"^step:(\d{1,9})/(\d{1,9}) train_time:(\d{1,12})ms step_avg:(?:\d{1,9}(?:\.\d{1,9})?|nan)ms\r?\n", re.MULTILINE
 )
+# The trainer's, and those that seem to be: what else a script writes, whatever it looks like, tells nothing where these are.
+VALIDATION_LINE = re.compile(rb"^step:\d{1,9}/\d{1,9} val_loss:\S{1,40} train_time:\d{1,12}ms step_avg:", re.MULTILINE)
+OF_TRAINER = re.compile(rb"step:\S{1,40} (?:val_loss|train_time):")
 # With a validation loss, or of other logs: `s:250 tel:3.91`, `step 250/1765 | val loss 3.91 | train time 8.3 s`, and worse.
 LOOSE_LINE = re.compile(rb"^[ \t]*(?:step|s)(?::|[ \t]*=|[ \t]+(?=\d)).*$", re.MULTILINE)
 LOOSE_STEP = re.compile(rb"\s*\w+[ \t:=]+(\d{1,9})(?:\s*(?:/|of)\s*(\d{1,9}))?(?![\w.])")
@@ -46,7 +49,8 @@ UNITS = {b"": 1, b"ms": 1, b"s": 1000, b"sec": 1000, b"seconds": 1000, b"(ms)": 
 ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
-SETTINGS_LINE = re.compile(r"^(\S.{0,4095}?\.py) (\w+\(.*\))[ \t]*$", re.MULTILINE)  # script, settings; blanks are an editor's
+# Script, settings; blanks are an editor's. It looks ahead for the last bracket, so that none before it is tried.
+SETTINGS_LINE = re.compile(r"^(?=.*\)[ \t]*$)(\S.{0,4095}?\.py) (\w+\(.*\))[ \t]*$", re.MULTILINE)
 BANNER = re.compile(rb"\n-{40}\r?\n# *([^\s][^\n]{0,4095})\n-{40}\r?\n")  # no blank can be of the path or before it
 # What may hold quotes or lines like any of a log's, without being one: comments and strings; one that nothing ends goes to the
 # end of its line, or of the text, and is not looked at twice. Without possessive quantifiers, which Python had wrong before
@@ -132,7 +136,8 @@ class RunLog:
     def shards(self) -> dict[str, str]:
         """The digest of each shard that the run has read, by name; empty in logs that do not tell."""
         line = re.search(r"^shards: (.+)$", self.environment, re.MULTILINE)
-        quoted = re.findall(r"""('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+") ([0-9a-f]{8})\b""", line[1] if line else "")
+        each = r"""(?:^|, )('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+") ([0-9a-f]{8})\b"""  # from no quote that a name holds
+        quoted = re.findall(each, line[1] if line else "")
         return {name[1:-1]: digest for name, digest in quoted}
 
     @property
@@ -390,9 +395,13 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
     steps, totals, milliseconds = (between[i::4] for i in (1, 2, 3))
     steps = [*map(int, steps)]
     log.times = dict(zip(steps, map(float, milliseconds), strict=True))
-    order, done = [], 0
+    order, done, twice, foreign = [], 0, "", []
+    told = VALIDATION_LINE.search(body)
     for i, others in enumerate(between[::4]):
         for line in LOOSE_LINE.findall(others) if others else ():
+            if told and not OF_TRAINER.match(line):
+                foreign.append(line)
+                continue
             if not (fields := read_line(line, text, log)):
                 continue
             step, total, loss, time = fields
@@ -404,17 +413,22 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
                 log.times[step] = time
             before = log.validations[-1] if log.validations else (None, loss)
             if loss is not None and before[0] == step and before[1] != loss:
-                if len(log.problems) < MAX_PROBLEMS:
-                    log.problems.append(f"step {step} has two validation losses, {before[1]:g} and {loss:g}: the first counts")
+                losses = f"step {step} has two validation losses, {before[1]:g} and {loss:g}"
+                twice = told and f"{losses}: which is the run's cannot be told"
+                if not told and len(log.problems) < MAX_PROBLEMS:
+                    log.problems.append(f"{losses}: the first counts")
             elif loss is not None:
                 log.validations.append((step, loss, time))
     order += steps[done:]
+    if foreign:
+        example = foreign[0][:60].decode("utf-8", "replace")
+        log.problems.append(f"lines of steps that are not the trainer's are not read: {len(foreign)}, such as {example!r}")
     log.total = int(totals[-1]) if totals and log.total is None else log.total
     back = order != sorted(order) and next((a, b) for a, b in pairwise(order) if b < a)
     log.fault = (
         f"step {back[1]} comes after step {back[0]}: more than one run in a log"
         if back
-        else wrong_time(log) or incomplete(log, order, body)
+        else twice or wrong_time(log) or incomplete(log, order, body)
     )
     if not back:
         drop_other_clock(log)

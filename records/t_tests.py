@@ -54,7 +54,8 @@ def sigma(values: list[float]) -> float:
 def welch(spread_a: float, n_a: int, spread_b: float, n_b: int) -> tuple[float, float]:
     """Standard error of the difference of two means, and its degrees of freedom (Welch-Satterthwaite)."""
     a, b = spread_a**2 / n_a, spread_b**2 / n_b
-    return math.sqrt(a + b), (a + b) ** 2 / (a * a / (n_a - 1) + b * b / (n_b - 1))
+    share = a / (a + b) if a + b else 0.5  # else too small to be squared: no error above 0
+    return math.sqrt(a + b), 1 / (share**2 / (n_a - 1) + (1 - share) ** 2 / (n_b - 1))
 
 
 def t_test(difference: float, error: float, freedom: float) -> Difference:

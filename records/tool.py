@@ -70,14 +70,17 @@ def write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Keeps others that ask for it out of a folder, which is there, or waits for one inside; a file system without locks keeps
-    none out. Raises BlockingIOError at once if one is inside and not wait."""
+    """Keeps others that ask for it out of a folder, which is there, or waits for one inside, with a message; a file system without
+    locks keeps none out. Raises BlockingIOError at once if one is inside and not wait."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB * (not wait))
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise
+            if not wait:
+                raise
+            print(f"{clean(folder)}: waiting for another tool that works there, as race.py", file=sys.stderr)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
             pass
         yield

@@ -83,6 +83,7 @@ def differences(baseline: Group, group: Group, pairs: bool) -> dict:
            for name, value in found._asdict().items()},
         "baseline_time_mean": mean(baseline.times),
         "times_do_not_compare": why_not,
+        "where": where(baseline, group, pairs),
         "time_needs": None if why_not else needs(baseline.times, group.times),
         "true_error": math.nan if pairs or min(len(baseline.runs), len(group.runs)) < 2 else
                       t_tests.true_error(len(baseline.runs), len(group.runs)),
@@ -133,6 +134,11 @@ def why_times_do_not_compare(a: Group, b: Group, pairs: bool) -> str:
             return f"the runs of {group.name} come from different machines ({', '.join(differ)})"
     differ = on_several_machines(a.runs + b.runs)
     return f"different machines ({', '.join(differ)})" if differ else ""
+
+
+def where(a: Group, b: Group, pairs: bool) -> str:
+    """On what machines times that compare were taken; "" if not all logs tell."""
+    return ("each pair on one machine" if pairs else "on one machine") if machine_told(a.runs + b.runs) else ""
 
 
 # -----------------------------------------------------------------------------

@@ -303,6 +303,15 @@ def test_what_never_ends_or_makes_its_reader_wait_is_no_log(tmp_path, path, name
     assert done.returncode == 1 and f"{name}: error: {path}" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("line", ["shards: " + "\\'" * 150_000, "a" + ".py a(" * 680 + ")" * 2_000_000 + "x"], ids=["shards", "settings"])
+def test_no_line_of_the_environment_is_searched_from_each_of_its_characters(tmp_path, line):
+    """Minutes each: 60 KB of the one took 16 s, in proportion to its square, a MB of the other 53 s."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_bytes(make_log(environment=f"{line}\n{ENVIRONMENT}"))
+    done = command("compare.py", tmp_path / "a.txt", tmp_path / "b.txt", "--rules", text=True, timeout=60)
+    assert done.returncode == 0 and "loss" in done.stdout, done.stderr
+
+
 GOOD = {"description": '"x"', "date": '"2026-01-01"', "contributors": '["Ann"]', "track": '"t"', "target": "3.28"}
 
 

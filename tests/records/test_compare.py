@@ -346,8 +346,9 @@ SCRIPTS |= {name: BASE.replace("def train", f"{text}\ndef train") for name, text
 SCRIPTS["longer"] = BASE.replace("lr = 1\n", "lr = 1\nfrom faster import longer\n").replace("def train", "warm_up = longer\ndef train")
 ROWS = "class Row:\n    size: int = 1\nROWS = {'a': Row(2), 'b': (Row(3),)}"
 SCRIPTS["tables"] = BASE.replace("def train", f"{ROWS}\ndef train")
+HERE = ENVIRONMENT.replace("=9)", "=9, uuid=a)").replace("1: _Cuda", "host: node0\n1: _Cuda")
 SHARDS = "shards: 'd_train_0.bin' 0000000a, 'd_train_1.bin' 0000000b, 'd_val_0.bin' 0000000c"
-TOLD = ENVIRONMENT.replace("SCRIPT ", f"{SHARDS}\nSCRIPT ").replace("lr=0.5", "lr=0.5, val_tokens=8")
+TOLD = HERE.replace("SCRIPT ", f"{SHARDS}\nSCRIPT ").replace("lr=0.5", "lr=0.5, val_tokens=8")
 CHANGED = (
     f"{TOLD}\nresumed at step 4 from a.pt, with changed source, 2 lines of difference\n{TOLD}\n"
     "--- train_gpt.py, before\n+++ train_gpt.py, now\n@@ -1 +1 @@\n-x = 1\n+x = 2"
@@ -469,6 +470,42 @@ def test_what_any_run_was_made_with_is_told(tmp_path, capsys):
         assert "note: the runs of b differ in variables\n" in out
         assert f"b changes: variables (none) → (none) or {told}TORCHINDUCTOR_MAX_AUTOTUNE='1'\n" in out
         assert "- [!] No extra compiler flags: not in the baseline: TORCHINDUCTOR_MAX_AUTOTUNE='1'\n" in out
+
+
+def test_a_machine_that_no_log_tells_is_not_proven_to_be_one(tmp_path, capsys):
+    """Nor is one of pairs, which are each of one machine."""
+    unknown = TOLD.replace("host: node0\n", "").replace(", uuid=a", "")
+    marks, lines = rule_marks(tmp_path / "unknown", "idea", capsys, environment=unknown, base_environment=unknown)
+    assert marks[5] == " " and lines[5].endswith("; the logs do not tell their machines")
+    folders = [write_runs(tmp_path / name, times, [3.2752, 3.2751, 3.2755], environment=TOLD)
+               for name, times in (("a", [80_000, 81_000, 82_000]), ("b", [70_000, 70_900, 72_100]))]  # fmt: skip
+    for log in tmp_path.glob("[ab]/1.txt"):
+        log.write_bytes(log.read_bytes().replace(b"host: node0", b"host: node1"))
+    compare.main([*folders, "--rules", "--snippet", "--pairs"])
+    out = capsys.readouterr().out
+    assert "\n- [x] Faster than the baseline at p < 0.01, each pair on one machine: " in out and "]  # each pair on one machine" in out
+
+
+def test_sources_of_many_lines_are_compared_without_pairing_each_with_each(monkeypatch):
+    """Minutes for two logs of 500 KB."""
+    before, after = [f"{i}" for i in range(9)], ["0", "1", "2", "x", "4", "y", "z", "7", "8"]
+    whole = changes.line_diff(before, after, "a", "b")
+    monkeypatch.setattr(changes, "MOST_PAIRS", 81)
+    cut = changes.line_diff(before, after, "a", "b")
+    assert cut == ["--- a", "+++ b", "@@ -4,4 +4,4 @@ too long to be compared line by line", *"-3 -4 -5 -6 +x +4 +y +z".split()]
+    assert whole[:2] == cut[:2] and {line for line in whole[3:] if line[0] != " "} < {*cut}
+    for a, b in ((before, before * 2), (before * 2, before), (before, before + before[-1:])):
+        _, _, ranges, *lines = changes.line_diff(a, b, "a", "b")
+        assert len(lines) == abs(len(a) - len(b)) and {line[0] for line in lines} == {"+" if len(b) > len(a) else "-"}, ranges
+
+
+def test_no_picture_takes_the_place_of_a_log(tmp_path):
+    (log := tmp_path / "log").write_bytes(make_log())
+    (tmp_path / "link.png").symlink_to(log)
+    for path in (log, tmp_path / "link.png"):
+        with pytest.raises(SystemExit, match="is one of the logs: name another file"):
+            compare.main([str(log), f"--plot={path}"])
+    assert log.read_bytes() == make_log()
 
 
 def test_the_rule_of_the_clock_names_what_to_read(tmp_path, capsys):

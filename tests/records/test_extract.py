@@ -12,6 +12,7 @@ import pytest
 from made_logs import ENVIRONMENT, ROOT, SOURCES, make_log, step_lines
 
 import extract
+import tool
 from runlog import read_log
 
 from data.shards import write_shard
@@ -193,6 +194,16 @@ def test_two_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
         thread.join()
     done, refused = sorted(results, key=lambda x: isinstance(x, str))
     assert done == len(SOURCES) and "exist: choose another folder, or --force to overwrite" in refused
+
+
+def test_a_folder_within_one_that_may_not_be_read_can_be_written(tmp_path, monkeypatch):
+    """A home below a folder that may be passed alone: its parent was opened, and refused."""
+    (tmp_path / "log.txt").write_bytes(make_log())
+    (own := tmp_path / "home" / "own").mkdir(parents=True)
+    monkeypatch.setattr(extract.os, "access", lambda path, mode: path != own.parent)
+    locked, alone = [], tool.alone
+    monkeypatch.setattr(tool, "alone", lambda folder: locked.append(folder) or alone(folder))
+    assert len(extract.extract(tmp_path / "log.txt", own)) == len(SOURCES) and locked == [tmp_path]
 
 
 def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):

@@ -266,11 +266,13 @@ def test_an_authors_own_text_stays(tmp_path, root):
     assert again == f"My words.\n\n{text}\n## More of them\n".replace("\nx\n", "\ny\n") != f"My words.\n\n{text}"
     for broken in ("My words alone.\n", f"{text}{history.PAGE_END}\n", text.replace(history.PAGE_END, "")):
         readme.write_text(broken)
-        with pytest.raises(
-            SystemExit, match=r"1_A.README.md: not overwritten, as the lines .* are not there: add them, or remove"
-        ):
+        not_ours = r"1_A.README.md: not overwritten, as the lines .* are not there: add them, or remove"
+        with pytest.raises(SystemExit, match=not_ours):
             history.main([], root)
         assert readme.read_text() == broken
+        with pytest.raises(SystemExit, match=not_ours):  # a new record was there all the same
+            add(root, "2_B", write_runs(tmp_path / f"{len(broken)}", [70_000, 71_000], [3.26, 3.27]))
+        assert not (root / "2_B").exists()
 
 
 def test_so_do_its_line_breaks(tmp_path, root):
@@ -315,8 +317,8 @@ def test_a_file_system_without_locks_keeps_none_away(tmp_path, monkeypatch):
         assert [*tmp_path.iterdir()] == []
 
 
-def test_two_records_at_once_are_both_in_the_table(tmp_path, root):
-    """Each waits for the other: the second reads what the first has written."""
+def test_two_records_at_once_are_both_in_the_table(tmp_path, root, capsys):
+    """Each waits for the other, and says so: the second reads what the first has written."""
     alone = os.open(root, os.O_RDONLY)
     fcntl.flock(alone, fcntl.LOCK_EX)
     runs = write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28])
@@ -325,6 +327,7 @@ def test_two_records_at_once_are_both_in_the_table(tmp_path, root):
     try:
         thread.join(0.5)
         assert thread.is_alive() and not (root / "1_A").exists()
+        assert capsys.readouterr().err == f"{root}: waiting for another tool that works there, as race.py\n"
     finally:
         os.close(alone)
         thread.join(60)

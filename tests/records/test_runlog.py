@@ -121,13 +121,27 @@ def test_older_formats(line, loss, seconds, opening):
     assert (log.loss, log.seconds) == (loss, seconds)
 
 
-def test_another_figure_is_not_the_validation_loss():
-    """Of averaged weights, say; and of two losses of one step none is taken in silence."""
-    more = "step:8/8 ema_val_loss:2.9000 eval_time:7ms\nstep:8/8 best_val_loss:2.8 train_time:80ms\n"
-    plain, log = parse_log(make_log()), parse_log(make_log(lines=step_lines() + more))
-    assert (log.loss, log.seconds, log.fault, log.problems) == (plain.loss, plain.seconds, "", [])
-    log = parse_log(make_log(lines=step_lines() + "step:8/8 val_loss:2.9 train_time:80ms\n"))
-    assert log.loss == plain.loss and log.problems == ["step 8 has two validation losses, 3.27 and 2.9: the first counts"]
+@pytest.mark.parametrize("line", [
+    "step:8/8 ema_val_loss:2.9000 eval_time:7ms", "step:8/8 ema val_loss:2.9000", "step:8/8 best_val_loss:2.8 train_time:80ms",
+    "step:8/8 wall time:6322ms, with warm-up", "step 3 had the largest gradient", "s: 3 skipped tokens", "step = 2 time: 9 s",
+])  # fmt: skip
+def test_what_a_script_writes_beside_the_trainers_lines_is_no_figure(line):
+    """A loss of averaged weights, written before the validation's, was the run's; a wall time made steps of another length; a
+    remark on step 3 made two runs of one."""
+    before, _, after = step_lines().partition("step:8/8 val_loss")
+    for lines in (f"{line}\n{step_lines()}", f"{before}{line}\nstep:8/8 val_loss{after}", f"{step_lines()}{line}\n"):
+        plain, log = parse_log(make_log()), parse_log(make_log(lines=lines))
+        assert (log.validations, log.times, log.total, log.fault) == (plain.validations, plain.times, plain.total, "")
+        assert log.problems == [f"lines of steps that are not the trainer's are not read: 1, such as {line!r}"]
+
+
+def test_a_step_with_two_losses_has_none():
+    """Of averaged weights, say, in the trainer's form: the run's may be either. In older logs the first counts, which is told."""
+    log = parse_log(make_log(lines=step_lines() + "step:8/8 val_loss:2.9 train_time:80ms step_avg:10.00ms\n"))
+    assert log.fault == "step 8 has two validation losses, 3.27 and 2.9: which is the run's cannot be told"
+    older = "s:0 tel:9\ns:8 ema_tel:1\ns:8 tel:3.27\ns:8 tel:2.9\n"
+    log = parse_log(make_log(lines=older))
+    assert log.loss == 3.27 and log.problems[0] == "step 8 has two validation losses, 3.27 and 2.9: the first counts"
 
 
 def test_other_rules_and_none():

@@ -130,6 +130,12 @@ def test_no_number_is_told_from_fewer_than_five_runs():
     assert t_tests.new_set_different(LOSSES, tiny) == (None, *t_tests.new_set_different(LOSSES, tiny)[1:])
 
 
+def test_values_whose_squares_are_nothing_have_no_test():
+    """A traceback, of logs with losses of 1e-200."""
+    assert math.isnan(t_tests.different([1e-200, 2e-200], [3e-200, 4e-200]).p)
+    assert t_tests.welch(2e-100, 5, 3e-100, 7)[1] == pytest.approx(t_tests.welch(2, 5, 3, 7)[1])
+
+
 def test_the_plan(capsys, tmp_path):
     """48 runs of each for 0.001 at σ = 0.0014: 47 have less than 80%, by scipy's noncentral t, which Welch's test is near."""
 
@@ -155,6 +161,11 @@ def test_the_plan(capsys, tmp_path):
     each = [t_tests.runs_for(0.01, spread) for spread in (0.005, low, high)]
     said = f"{each[0]} runs of each, {each[1]} to {each[2]} if σ is {low:.2g} to {high:.2g} (80%)"
     assert said in (told := capsys.readouterr().out) and "Not counted" not in told
+    assert "But: " not in told
+    for log in (tmp_path / "runs").iterdir():
+        log.write_bytes(log.read_bytes().replace(b"seed=1", b"seed=0").replace(b"seed=2", b"seed=0"))
+    plan.main(["0.01", runs])
+    assert "\nBut: all 3 runs of logs have seed 0: " in "\n" + capsys.readouterr().out
     (cut := tmp_path / "runs" / "cut.txt").write_bytes(made_logs.make_log(lines=made_logs.step_lines(4, total=8)))
     plan.main(["0.01", runs])
     assert "Not counted:\n  " in (told := capsys.readouterr().out) and "cut.txt" in told and said in told
