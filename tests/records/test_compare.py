@@ -71,7 +71,7 @@ def test_a_terminal_that_says_it_has_no_columns_is_shown_the_table(two_groups):
 def test_a_users_settings_change_neither_table_nor_picture(two_groups, tmp_path):
     """Markdown on a pipe where a shell asks for colours; a picture without LaTeX, to which a name may be no text."""
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
-    environment = {**os.environ, "FORCE_COLOR": "1", "MPLCONFIGDIR": str(tmp_path)}
+    environment = {**os.environ, "FORCE_COLOR": "1", "MPLCONFIGDIR": str(tmp_path), "MPLBACKEND": "absent"}
     command = [sys.executable, str(ROOT / "records" / "compare.py"), *two_groups, "--plot", str(tmp_path / "a_$b.png")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "") and "| a " in done.stdout and "\x1b" not in done.stdout
