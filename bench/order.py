@@ -14,7 +14,8 @@ import math
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -33,10 +34,13 @@ from bench.schedule_model import (
 from bench.schedule_search import WORTH, Found, Problem, Together, descend, search
 from bench.settings import trainer_settings
 from data.shards import number_between, plain_json, read_regular
-from launch.console import Parser, ended_by_signals, numbers_between, output_file, printable, until_reader_leaves, user_path
+from launch.console import (
+    Parser, console, ended_by_signals, numbers_between, output_file, printable, until_reader_leaves, user_path,
+)  # fmt: skip
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
 
 SHOWN = 0.01  # of a step: shorter exposures are summed up
+TELL_EVERY = 10.0  # seconds of a search
 RANDOM_ORDERS = 200  # to see what orders are worth at all
 SHARES = {"NorMuon alone": 1 / 2, "with Adam, tied": 1 / 3, "with Adam, split": 1 / 6}  # of a run's steps
 
@@ -48,6 +52,19 @@ def milliseconds(seconds: float) -> str:
 def default_orders(labels: Mapping[str, Task]) -> Orders:
     """The script's, of these labels."""
     return Orders(*(tuple(label for label in order if label in labels) for order in (SCATTER_ORDER, WORK_ORDER)))
+
+
+def teller() -> Callable[[int, int, float], None]:
+    """What tells on stderr how far a search is, if it takes long: with 80 labels minutes."""
+    told = time.monotonic()
+
+    def tell(start: int, starts: int, seconds: float) -> None:
+        nonlocal told
+        if time.monotonic() >= told + TELL_EVERY:
+            told = time.monotonic()
+            console(f"order.py: searching from start {start} of {starts}, best so far {milliseconds(seconds)} ms", "stderr")
+
+    return tell
 
 
 # -----------------------------------------------------------------------------
@@ -128,7 +145,7 @@ def show(args: argparse.Namespace) -> None:
         modelled = problem.seconds(step.orders)
         difference = modelled / median(took) - 1 if median(took) else 0.0
         print(f"The model, from this table: {milliseconds(modelled)} ms, {difference:+.1%} from the median.")
-        print(advice(tasks, step.orders, search(problem, step.orders), modelled))
+        print(advice(tasks, step.orders, search(problem, step.orders, tell=teller()), modelled))
         panels.append((f"{kind}, step {step.step}, traced", step.operations, step.spans))
     draw(panels, args)
 
@@ -338,7 +355,7 @@ def search_file(args: argparse.Namespace) -> None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f'{path} has no tasks: {error!r}: write {{"tasks": {{label: {{"reduce": seconds, …}}}}}}') from None
     problem = Problem(tasks, slowdown)
-    print(advice(tasks, start, search(problem, start), problem.seconds(start)))
+    print(advice(tasks, start, search(problem, start, tell=teller()), problem.seconds(start)))
     operations = operations_of(tasks, start)
     draw([(f"{path.stem}, its orders, predicted", operations, simulate(operations, slowdown))], args)
 

@@ -6,7 +6,7 @@ lower bound: the larger of two that hold whatever the orders are, `overlap_bound
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bench.schedule_model import Forward, Interference, Orders, Task, step_seconds
@@ -186,8 +186,10 @@ def neighbours(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
                 yield (*rest[:j], label, *rest[j:])
 
 
-def descend(problem: Problem | Together, orders: Orders) -> tuple[Orders, float]:
-    """Move one label in one order, or in both, for as long as that shortens the step."""
+def descend(
+    problem: Problem | Together, orders: Orders, tell: Callable[[float], None] = lambda _: None
+) -> tuple[Orders, float]:
+    """Move one label in one order, or in both, for as long as that shortens the step. tell: hears its seconds, at every try."""
     seconds, better = problem.seconds(orders), True
     while better:
         better = False
@@ -195,6 +197,7 @@ def descend(problem: Problem | Together, orders: Orders) -> tuple[Orders, float]
         moves += [Orders(orders.scatter, order) for order in neighbours(orders.work)]
         moves += [Orders(order, order) for order in neighbours(orders.work)]
         for move in moves:
+            tell(seconds)
             if (took := problem.seconds(move)) < seconds - TIE:
                 orders, seconds, better = move, took, True
                 break
@@ -220,18 +223,24 @@ def starts(problem: Problem, start: Orders, tries: int) -> Iterator[Orders]:
         yield Orders(tuple(chance.sample(labels, len(labels))), tuple(chance.sample(labels, len(labels))))
 
 
-def search(problem: Problem, start: Orders, tries: int = 4) -> Found:
-    """The best orders found from `start`, which stays where nothing is faster; the same on every call."""
+def search(
+    problem: Problem, start: Orders, tries: int = 4, tell: Callable[[int, int, float], None] = lambda *_: None
+) -> Found:
+    """The best orders found from `start`, which stays where nothing is faster; the same on every call.
+
+    tell: hears, at every try of a local search, which start of how many it goes from, and the best seconds so far.
+    """
     bound = lower_bound(problem)
     if pairs_of_orders(problem.tasks) <= EXACT_PAIRS:
         orders, seconds = exact_search(problem, descend(problem, start)[0])
         orders, seconds = keep(problem, start, orders, seconds)
         return Found(orders, seconds, seconds, True)
     best, seconds = start, problem.seconds(start)
-    for begin in starts(problem, start, tries):
+    begins = [*starts(problem, start, tries)]
+    for i, begin in enumerate(begins, 1):
         if seconds <= bound + TIE:
             break
-        orders, took = descend(problem, begin)
+        orders, took = descend(problem, begin, lambda now: tell(i, len(begins), min(now, seconds)))
         if took < (1 - WORTH) * seconds:
             best, seconds = orders, took
     return Found(best, seconds, min(bound, seconds), seconds <= bound + TIE)
