@@ -273,6 +273,16 @@ CHANGES = {  # by file: what, tests, old, new
          'if os.path.lexists(args.output / "progress.json"):', "if None:"),
         ("a shard goes before the hub's has come", "data/downloads",
          "  # it stays until then", "\n            final.unlink()"),
+        ("a file of another format is replaced", "data/downloads::test_a_file_of_another_format_is_not_replaced",
+         "        except ForeignFile:", "        except ImportError:"),
+        ("more than was announced fills the disk", "data/downloads::test_a_body_without_end_ends_as_more_comes_than_was_announced",
+         "if size is not None and", "if None and"),
+    ),
+    "data/fineweb.py": (
+        ("a parquet file that was there is deleted", "data/downloads::test_a_parquet_file_that_was_there_is_used_and_stays",
+         "    if not found and name not in", "    if name not in"),
+        ("a page that leads to itself is followed", "data/downloads::test_a_list_that_never_ends_or_makes_no_sense_is_named",
+         "if len({*names}) < len(names):", "if None:"),
     ),
     "data/loader.py": (
         ("tokens of a shard that gives no whole step are not told", "runtime/bad_input::test_a_bad_shard_is_named",

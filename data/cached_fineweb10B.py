@@ -5,8 +5,9 @@ of 100M tokens (200 MB) each. Nine are more than the record preset reads. HF_END
 
 Every shard is compared with the hash that the hub announces for it, once: fetched.json says which it was, and of what state of
 the file. Shards that are here and right are left alone, so the same command finishes what an earlier one began; one that is too
-short, too long or something else is fetched again. A connection that breaks goes on where it ended, and so does the same
-command after a kill: until its bytes have arrived and their hash is right, a shard has no name.
+short, too long or damaged stays until the hub's has come in its place. A file of another format is not replaced. A connection
+that breaks goes on where it ended, and so does the same command after a kill: until its bytes have arrived and their hash is
+right, a shard has no name.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.environment import go_on
@@ -26,14 +27,13 @@ from launch.environment import go_on
 if __name__ == "__main__":
     go_on("requirements.txt", "numpy", "tqdm", "huggingface_hub")
 
-from tqdm import tqdm
-
 from data.shards import (
-    DataError, HelpFormatter, ShardError, check_plain, hub_fault, locked, named, number_between, one_line, one_line_errors,
-    read_json, shard_name, sync_folder, verify_shard, write_json,
+    DataError, ForeignFile, HelpFormatter, ShardError, check_plain, hub_fault, import_tqdm, locked, named, number_between,
+    one_line, one_line_errors, read_json, shard_name, sync_folder, verify_shard, write_json,
 )
 from launch.console import Parser, console, user_path
 
+tqdm = import_tqdm()
 if fault := hub_fault():  # before its library is imported
     sys.exit(f"{Path(sys.argv[0]).name}: error: {fault}")
 
@@ -81,14 +81,22 @@ def with_retries(ask: Callable[[], Result], what: str, arrived: Callable[[], int
             time.sleep(wait)
 
 
-def announced_hash(repo: str, name: str, revision: str | None = None) -> str:
-    """The hash that the hub announces: SHA-256 of a large file, git's SHA-1 of a small one. Raises DataError."""
+class Announced(NamedTuple):
+    """What the hub says of a file."""
 
-    def ask() -> str:
-        found = get_hf_file_metadata(hf_hub_url(repo, name, repo_type="dataset", revision=revision), timeout=TIMEOUT).etag or ""
-        if len(found) not in (40, 64) or set(found) - set("0123456789abcdef"):
-            raise DataError(f"it announces the ETag {found[:80]!a}, which is no SHA-256: nothing can be compared with it")
-        return found
+    hash: str  # SHA-256 of a large file, git's SHA-1 of a small one
+    size: int | None  # bytes, if it says so
+
+
+def announced(repo: str, name: str, revision: str | None = None) -> Announced:
+    """Raises DataError."""
+
+    def ask() -> Announced:
+        found = get_hf_file_metadata(hf_hub_url(repo, name, repo_type="dataset", revision=revision), timeout=TIMEOUT)
+        etag = found.etag or ""
+        if len(etag) not in (40, 64) or set(etag) - set("0123456789abcdef"):
+            raise DataError(f"it announces the ETag {etag[:80]!a}, which is no SHA-256: nothing can be compared with it")
+        return Announced(etag, found.size)
 
     return with_retries(ask, f"the hash of {repo}/{name}")
 
@@ -104,15 +112,29 @@ def has_hash(path: Path, expected: str) -> bool:
     return found.hexdigest() == expected
 
 
-def fetch(repo: str, name: str, folder: Path, revision: str | None = None, expected: str = "") -> Path:
+def fetch(
+    repo: str,
+    name: str,
+    folder: Path,
+    revision: str | None = None,
+    said: Announced | None = None,
+    place: str = "",
+    keep: bool = False,
+) -> Path:
     """Fetches file `name` of the dataset `repo` below `folder` and returns its path. Raises DataError, OSError.
 
-    expected: its hash, if the hub has been asked. The file has its name once it has that hash; one that is there already is
+    said: what the hub announces, if it has been asked. The file has its name once it has that hash; one that is there already is
     read, and stays if it is right. Until then it is `{name}.{hash}.part`. `folder` must be this process's own.
+    place: which file of how many it is, to be told.   keep: raise DataError for a file that is there and not right
     """
-    expected, final = expected or announced_hash(repo, name, revision), folder / name
-    if check_plain(final) and has_hash(final, expected):
-        return final
+    (expected, size), final = said or announced(repo, name, revision), folder / name
+    if check_plain(final):
+        if has_hash(final, expected):
+            return final
+        if keep:
+            raise DataError(f"{final} does not have the hash {expected} of the hub's, and is not replaced: move it away")
+    if not sys.stderr.isatty():  # where no bar shows it
+        console(f"fetching {name}{f', {tqdm.format_sizeof(size)}B' if size else ''}{place and f' ({place})'}", "stderr")
     final.parent.mkdir(parents=True, exist_ok=True)
     part = final.with_name(f"{final.name}.{expected[:16]}.part")
     for old in final.parent.glob(f"{glob.escape(final.name)}.*.part"):
@@ -120,7 +142,7 @@ def fetch(repo: str, name: str, folder: Path, revision: str | None = None, expec
             old.unlink()
 
     def attempt() -> None:
-        receive(hf_hub_url(repo, name, repo_type="dataset", revision=revision), part)
+        receive(hf_hub_url(repo, name, repo_type="dataset", revision=revision), part, size)
         if not has_hash(part, expected):
             part.unlink()
             raise OSError(f"what arrived does not have the announced hash {expected} and was thrown away")
@@ -132,10 +154,11 @@ def fetch(repo: str, name: str, folder: Path, revision: str | None = None, expec
     return final
 
 
-def remove_fetched(folder: Path, names: Iterable[str]) -> None:
-    """Delete what `fetch` has left of these files in `folder`, and the folders that are empty then; the rest stays."""
+def remove_fetched(folder: Path, names: Iterable[str], whole: bool = True) -> None:
+    """Delete what `fetch` has left of these files in `folder`, and the folders that are empty then; the rest stays, and so do
+    the files themselves, unless whole."""
     for path in (folder / name for name in names):
-        for file in (path, *path.parent.glob(f"{glob.escape(path.name)}.*.part")):
+        for file in (*[path] * whole, *path.parent.glob(f"{glob.escape(path.name)}.*.part")):
             file.unlink(missing_ok=True)
         for emptied in (path.parent, *path.parent.parents):
             if not emptied.is_relative_to(folder):
@@ -144,8 +167,9 @@ def remove_fetched(folder: Path, names: Iterable[str]) -> None:
                 emptied.rmdir()
 
 
-def receive(url: str, part: Path) -> None:
-    """The bytes of `url` from the end of the file `part` on; whatever ends this, those that have arrived stay there."""
+def receive(url: str, part: Path, size: int | None) -> None:
+    """The bytes of `url` from the end of the file `part` on; whatever ends this, those that have arrived stay there, unless they
+    are more than `size`: DataError, as they may never end."""
     start = part.stat().st_size if check_plain(part) else 0
     headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
     with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
@@ -157,6 +181,9 @@ def receive(url: str, part: Path) -> None:
         total = start + int(response.headers.get("Content-Length", 0)) or None
         with named(part), open(part, "ab" if start else "wb") as file, progress_bar(part.name, start, total) as bar:
             for block in response.iter_bytes():
+                if size is not None and file.tell() + len(block) > size:
+                    part.unlink()
+                    raise DataError(f"it sends more than the {size:,} bytes that it has announced")
                 file.write(block)
                 bar.update(len(block))
 
@@ -165,10 +192,11 @@ def progress_bar(what: str, start: int, total: int | None) -> tqdm:
     return tqdm(desc=what.split(".")[0], initial=start, total=total, unit="B", unit_scale=True, disable=None)
 
 
-def fetch_shard(name: str, output: Path, known: dict[str, list]) -> int:
+def fetch_shard(name: str, output: Path, known: dict[str, list], place: str = "") -> int:
     """Makes sure that `output / name` is a whole shard, and the hub's, fetching it if need be, and returns its tokens.
 
-    known: by name, the hash of a shard that has been compared, and the time of its last change then: brought up to date.
+    known: by name, the hash of a shard that has been compared, and the time of its last change then: brought up to date
+    place: which shard of how many it is, to be told
     Raises DataError, OSError.
     """
     final = output / name
@@ -177,18 +205,19 @@ def fetch_shard(name: str, output: Path, known: dict[str, list]) -> int:
             raise DataError(f"{final}: is not a file: move it away")
         try:
             count, changed = verify_shard(final), final.stat().st_mtime_ns
+        except ForeignFile:
+            raise DataError(f"{final}: magic number or version of another format: it is not replaced, move it away") from None
         except ShardError as error:
             console(f"{error}: that is done now", "stderr")
-            final.unlink()
         else:
-            expected, compared = known.get(name) or (announced_hash(REPO, name), None)
+            expected, compared = known.get(name) or (announced(REPO, name).hash, None)
             if changed == compared or has_hash(final, expected):
                 known[name] = [expected, changed]
                 return count
             why = f"does not have the hash {expected} that the hub announces"
             console(f"{final}: {why}: fetching that one", "stderr")  # it stays until then
-    expected = announced_hash(REPO, name)
-    arrived = fetch(REPO, name, output / "arriving", expected=expected)
+    said = announced(REPO, name)
+    arrived = fetch(REPO, name, output / "arriving", said=said, place=place)
     try:
         count = verify_shard(arrived)
     except ShardError as error:
@@ -196,7 +225,7 @@ def fetch_shard(name: str, output: Path, known: dict[str, list]) -> int:
         raise ShardError(f"{constants.ENDPOINT} sent a bad {name}, which was thrown away: {error}") from error
     os.replace(arrived, final)
     sync_folder(output)
-    known[name] = [expected, final.stat().st_mtime_ns]
+    known[name] = [said.hash, final.stat().st_mtime_ns]
     return count
 
 
@@ -222,9 +251,9 @@ def main() -> None:
         if os.path.lexists(args.output / "progress.json"):
             raise DataError(f"{args.output} holds shards of fineweb.py (progress.json): choose another --output")
         tokens, known = 0, load_known(args.output / "fetched.json")
-        for name in names:
+        for index, name in enumerate(names, 1):
             before = known.get(name)
-            tokens += fetch_shard(name, args.output, known)
+            tokens += fetch_shard(name, args.output, known, f"{index} of {len(names)}")
             if known[name] != before:
                 write_json(args.output / "fetched.json", known)
         remove_fetched(args.output / "arriving", names)

@@ -3,10 +3,12 @@
 The parquet files of a subset of the dataset `HuggingFaceFW/fineweb` are fetched one after the other from the Hugging Face hub
 (HF_ENDPOINT names a mirror), in order of their names, and their texts become one stream of tokens, each document led by the
 end-of-text token. The stream is cut into shards of --shard_tokens: fineweb_val_000000.bin is the first, the rest are for
-training. A parquet file (2 GB) is deleted once its tokens are in shards.
+training. A parquet file (2 GB) that was fetched is deleted once its tokens are in shards; one that was there, in the folder
+parquet of --output, stays, and so does everything if that folder is a link.
 
 Stopped or killed, the same command goes on where it was, and the shards come out the same to the byte: progress.json says, for
-each shard written, where in the parquet files it ended, and which state of the dataset is being read.
+each shard written, where in the parquet files it ended, which state of the dataset is being read, and which of its files have
+been fetched.
 """
 
 import argparse
@@ -20,8 +22,11 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.environment import go_on
@@ -32,18 +37,19 @@ if __name__ == "__main__":
 import numpy as np
 import pyarrow
 from pyarrow.parquet import ParquetFile
-from tqdm import tqdm
 
-from data.cached_fineweb10B import fetch, remove_fetched, with_retries
+from data.cached_fineweb10B import TIMEOUT, fetch, remove_fetched, tqdm, with_retries
 from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
     shard_name, verify_shard, write_json,
 )
 from launch.console import Parser, console, user_path
-from huggingface_hub import HfApi  # after cached_fineweb10B.py has looked at its variables
+from huggingface_hub import constants, get_session  # after cached_fineweb10B.py has looked at its variables
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 REPO = "HuggingFaceFW/fineweb"
+MAX_PAGES = 1000  # of a list of files, 1,000 on a page; the whole dataset has some 30
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Progress
@@ -58,16 +64,30 @@ class Progress:
     files: list[str]  # the parquet files, in order
     shards: list[list[int]] = field(default_factory=list)  # of each: its tokens, then its end: file, row group, tokens of that
     finished: bool = False
+    fetched: list[str] = field(default_factory=list)  # the parquet files on disk that are this program's to delete
 
     def save(self, output: Path) -> None:
         write_json(output / "progress.json", asdict(self))
+
+    def may_delete(self, output: Path, name: str) -> bool:
+        """Of the parquet files those that were fetched, and none behind a link."""
+        return name in self.fetched and not (output / "parquet").is_symlink()
+
+    def delete(self, output: Path, name: str) -> bool:
+        """That parquet file, if it may be. Whether it was."""
+        if deleted := self.may_delete(output, name):
+            parquet_path(output, name).unlink(missing_ok=True)
+            self.fetched.remove(name)
+            self.save(output)
+        return deleted
 
     def check(self, output: Path) -> None:
         """Raise ValueError for what no run has saved, DataError for names that lead elsewhere."""
         texts = [self.commit, *self.files]
         ends = [file for _, file, _, _ in self.shards]
         numbers = all(type(number) is int and number >= 0 for shard in self.shards for number in shard)
-        if not (numbers and all(isinstance(text, str) for text in texts) and all(end < len(self.files) for end in ends)):
+        known = all(isinstance(text, str) for text in texts) and {*self.fetched} <= {*self.files}
+        if not (numbers and known and all(end < len(self.files) for end in ends)):
             raise ValueError("not what this program has written")
         for name in self.files:
             parquet_path(output, name)
@@ -124,12 +144,30 @@ def is_whole(path: Path, tokens: int) -> bool:
 
 
 def list_parquet(subset: str) -> tuple[str, list[str]]:
-    """The dataset's current commit, and the parquet files below its folder `subset`, in order. Raises DataError."""
+    """The dataset's current commit, and the parquet files below its folder `subset`, in order. Raises DataError.
+
+    Not by huggingface_hub's list_repo_tree, which has no timeout, waits for days if told so, and follows pages without end.
+    """
+    place = f"{constants.ENDPOINT}/api/datasets/{REPO}"
+
+    def answer(url: str) -> Any:
+        response = get_session().get(url, headers=build_hf_headers(), timeout=TIMEOUT)
+        hf_raise_for_status(response)
+        return response
 
     def ask() -> tuple[str, list[str]]:
-        commit = HfApi().dataset_info(REPO, timeout=30).sha
-        tree = HfApi().list_repo_tree(REPO, subset, recursive=True, repo_type="dataset", revision=commit)
-        return commit, sorted(entry.path for entry in tree if entry.path.endswith(".parquet"))
+        commit = answer(place).json().get("sha")
+        if not re.fullmatch("[0-9a-f]{40,64}", f"{commit}"):
+            raise DataError(f"its answer names no commit of the dataset: sha is {commit!a:.80}")
+        url, names = f"{place}/tree/{commit}{subset and '/'}{quote(subset, safe='')}?recursive=true&expand=false", []
+        for _ in range(MAX_PAGES):
+            page = answer(url)
+            names += [entry["path"] for entry in page.json() if entry["path"].endswith(".parquet")]
+            if len({*names}) < len(names):
+                raise DataError("its list has a file twice: does a page lead to itself?")
+            if not (url := page.links.get("next", {}).get("url")):
+                return commit, sorted(names)
+        raise DataError(f"its list has more than {MAX_PAGES:,} pages")
 
     commit, files = with_retries(ask, f"the list of the files of {REPO}/{subset}")
     if not files:
@@ -178,7 +216,7 @@ def tokenise(path: Path, row_group: int, encoding_name: str) -> np.ndarray:
 
 
 def count_row_groups(path: Path) -> int:
-    """Raises DataError, and deletes the file, if it is not parquet with a column `text`."""
+    """Raises DamagedFile if it is not parquet with a column `text`."""
     try:
         with ParquetFile(path) as file:
             kinds = {field.name: f"{field.type}" for field in file.schema_arrow}
@@ -189,8 +227,19 @@ def count_row_groups(path: Path) -> int:
         if getattr(error, "errno", None):
             raise
         problem = f"is not a parquet file ({error})"
-    path.unlink()
-    raise DataError(f"{path} {problem}; it was deleted: run the same command to fetch it again")
+    raise DamagedFile(f"{path} {problem}")
+
+
+def fetch_parquet(progress: Progress, output: Path, index: int) -> Path:
+    """The file, fetched and noted as this program's if need be; another's that was there stays as it is. Raises DataError."""
+    name = progress.files[index]
+    found = os.path.lexists(parquet_path(output, name)) and not progress.may_delete(output, name)
+    place = f"{index + 1} of {len(progress.files)}"
+    path = fetch(REPO, name, output / "parquet", progress.commit, place=place, keep=found)
+    if not found and name not in progress.fetched:
+        progress.fetched.append(name)
+        progress.save(output)
+    return path
 
 
 def token_stream(progress: Progress, output: Path, pool: Executor, ahead: int) -> Iterator[tuple[int, int, int, np.ndarray]]:
@@ -201,10 +250,21 @@ def token_stream(progress: Progress, output: Path, pool: Executor, ahead: int) -
     """
     first_file, first_group, used = progress.shards[-1][1:] if progress.shards else (0, 0, 0)
 
+    @contextmanager
+    def damage_told(file: int) -> Iterator[None]:
+        try:
+            yield
+        except DamagedFile as error:
+            deleted = progress.delete(output, progress.files[file])
+            advice = "it was deleted: run the same command to fetch it again" if deleted else "it was there: move it away"
+            raise DataError(f"{error}; {advice}") from error
+
     def row_groups() -> Iterator[tuple[int, Path, int]]:
         for file in range(first_file, len(progress.files)):
-            path = fetch(REPO, progress.files[file], output / "parquet", progress.commit)
-            for group in range(first_group if file == first_file else 0, count_row_groups(path)):
+            path = fetch_parquet(progress, output, file)
+            with damage_told(file):
+                groups = count_row_groups(path)
+            for group in range(first_group if file == first_file else 0, groups):
                 yield file, path, group
 
     waiting = deque()
@@ -216,11 +276,8 @@ def token_stream(progress: Progress, output: Path, pool: Executor, ahead: int) -
         if not waiting:
             return
         file, group, work = waiting.popleft()
-        try:
+        with damage_told(file):
             tokens = work.result()
-        except DamagedFile as error:
-            (output / "parquet" / progress.files[file]).unlink(missing_ok=True)
-            raise DataError(f"{error}; it was deleted: run the same command to fetch it again") from error
         yield file, group, used, tokens[used:]
         used = 0
 
@@ -238,7 +295,7 @@ def make_shards(progress: Progress, output: Path, workers: int) -> None:
         progress.shards.append([writer.written[name_of(writer.next_index - 1)], *end])
         progress.save(output)
         for name in progress.files[: end[0]]:
-            parquet_path(output, name).unlink(missing_ok=True)
+            progress.delete(output, name)
 
     total = None if limit == sys.maxsize else limit
     with worker_pool(workers) as pool, tqdm(total=total, initial=done, unit=" tokens", unit_scale=True, disable=None) as bar:
@@ -262,7 +319,10 @@ def make_shards(progress: Progress, output: Path, workers: int) -> None:
         raise DataError(f"no text in the {len(progress.files)} files of {progress.recipe['subset']}: choose another --subset")
     progress.finished = True
     progress.save(output)
-    remove_fetched(output / "parquet", progress.files)
+    for name in progress.files:
+        progress.delete(output, name)
+    if not (output / "parquet").is_symlink():
+        remove_fetched(output / "parquet", progress.files, whole=False)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -33,15 +33,14 @@ from launch.environment import go_on
 if __name__ == "__main__":
     go_on("requirements.txt", "numpy", "tqdm")
 
-from tqdm import tqdm
-
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, locked, named, number_between,
+    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, import_tqdm, locked, named, number_between,
     one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
 from launch.console import Parser, console, user_path
 
+tqdm = import_tqdm()
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 INSTALLED = {"site-packages", "dist-packages"}  # folders in it
 DOCUMENT_BYTES = 2040  # with end-of-text still below the 2,048 tokens at which training cuts documents
@@ -311,8 +310,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shard_tokens", type=size, default=100_000_000, help="tokens a shard; the last has what is left")
     args = parser.parse_args()
     args.input = Path(os.path.realpath(args.input))
-    if args.output == default and args.input not in (STDLIB.resolve(), STDLIB):
-        parser.error(f"--output must be given with --input: {default} is the demo's")
+    if os.path.realpath(args.output) == os.path.realpath(default) and args.input not in (STDLIB.resolve(), STDLIB):
+        parser.error(f"--output must be given with --input: {default} is the demo's, name another folder")
     chosen = getattr(args, "suffixes", ".py" if args.input == STDLIB.resolve() else "")
     args.suffixes = [suffix.strip() for suffix in chosen.split(",") if suffix.strip()]
     return args

@@ -45,6 +45,10 @@ class ShardError(DataError):
     """A file that is not a whole shard, or tokens that cannot be put into one."""
 
 
+class ForeignFile(ShardError):
+    """A file that begins as no shard does."""
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # One shard
 
@@ -141,7 +145,8 @@ def open_shard(path: Path | str) -> Iterator[tuple[BinaryIO, int]]:
         else:
             problem = ""
         if problem:
-            raise ShardError(f"{path}: {problem}; make or fetch it again")
+            foreign = size >= HEADER_BYTES and (magic, version) != (MAGIC, VERSION)
+            raise (ForeignFile if foreign else ShardError)(f"{path}: {problem}; make or fetch it again")
         yield file, count
 
 
@@ -324,6 +329,10 @@ def hub_fault() -> str:
     for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
         if (text := os.environ.get(name, "")) and not (text.isascii() and text.isdigit() and len(text) < 10):
             return f"{name}={text[:40]!a} in the environment: must be a whole number of seconds, or unset"
+    if text := os.environ.get("HF_TOKEN_PATH"):
+        path = Path(os.path.expandvars(os.path.expanduser(text)))  # as the library does, which may read for ever
+        if path.exists() and not path.is_file() and os.path.realpath(path) != os.devnull:
+            return f"HF_TOKEN_PATH={text!a} in the environment: must be a file, or unset"
     if text := os.environ.get("SSL_CERT_FILE"):
         import ssl  # for the tools alone
 
@@ -338,6 +347,16 @@ def hub_fault() -> str:
     except ValueError:
         good = False
     return "" if good else f"HF_ENDPOINT={endpoint!a} in the environment: must be an address, as https://HOST, or unset"
+
+
+def import_tqdm() -> type:
+    """For the tools: tqdm reads the environment as it is imported. Raises SystemExit for a TQDM_… that it does not understand."""
+    try:
+        from tqdm import tqdm
+    except ValueError as error:
+        names = ", ".join(sorted(name for name in os.environ if name.startswith("TQDM_")))
+        sys.exit(f"{Path(sys.argv[0]).name}: error: {one_line(names)} in the environment: {one_line(error)}: unset it")
+    return tqdm
 
 
 def open_lock(path: Path) -> BinaryIO:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -30,7 +30,7 @@ import pytest
 
 from common import wait_until
 from data import cached_fineweb10B, fineweb
-from data.shards import DataError, ShardError, read_shard, write_shard
+from data.shards import DataError, ShardError, hub_fault, read_shard, write_shard
 
 FOLDER = Path(fineweb.__file__).parent
 CACHED = "datasets/kjj0/fineweb10B-gpt2/resolve/main"
@@ -53,6 +53,9 @@ class Hub(ThreadingHTTPServer):
         self.breaks: dict[str, list[tuple[str, int]]] = {}
         self.announced: dict[str, str] = {}
         self.fails: dict[str, int] = {}
+        self.endless: set[str] = set()  # GETs of these paths send more and more, and no length
+        self.commit: object = COMMIT
+        self.next_pages: list[str] = []  # the addresses that the next pages of a list of files name
         self.log: list[tuple[str, str, str | None]] = []  # method, path, range
         self.sent = 0  # bytes of bodies
         self.stalled = threading.Event()
@@ -95,17 +98,29 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Range"):
             status, start = 206, int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if body and path in self.server.endless:
+            return self.send_without_end(headers)
         self.reply(status, content[start:], headers, body, self.server.breaks.get(path) if body else None)
+
+    def send_without_end(self, headers: dict[str, str]) -> None:
+        self.send_response(200)
+        for name, value in {**headers, "Transfer-Encoding": "chunked"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        for _ in range(10_000):  # until the client goes away; then 650 MB are a failure
+            self.wfile.write(b"10000\r\n" + bytes(2**16) + b"\r\n")
+            self.server.sent += 2**16
 
     def answer_api(self, path: str) -> None:
         if path.endswith("/revision/main") or path == "api/datasets/HuggingFaceFW/fineweb":
-            return self.reply(200, json.dumps({"id": "HuggingFaceFW/fineweb", "sha": COMMIT}).encode(), {})
+            return self.reply(200, json.dumps({"id": "HuggingFaceFW/fineweb", "sha": self.server.commit}).encode(), {})
         subset = path.split(f"/tree/{COMMIT}/")[1]
         names = [name.removeprefix(PARQUET + "/") for name in self.server.files]
         entries = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names if name.startswith(subset + "/")]
         if not entries:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-        self.reply(200, json.dumps(entries).encode(), {})
+        link = {"Link": f'<{self.server.next_pages.pop(0)}>; rel="next"'} if self.server.next_pages else {}
+        self.reply(200, json.dumps(entries).encode(), link, breaks=self.server.breaks.get(path))
 
     def reply(
         self,
@@ -175,7 +190,7 @@ def run(script: str, hub: Hub, folder: Path, *options: str) -> tuple[int, str, s
     "name, value",
     [("HF_ENDPOINT", value) for value in ("foo", "http://[", "", "ftp://x", "https://", "http://h:port")]
     + [("HF_HUB_ETAG_TIMEOUT", "abc"), ("HF_HUB_DOWNLOAD_TIMEOUT", "1.5"), ("SSL_CERT_FILE", "/nowhere/ca.pem")]
-    + [("SSL_CERT_FILE", "/tmp"), ("SSL_CERT_FILE", os.devnull)],
+    + [("SSL_CERT_FILE", "/tmp"), ("SSL_CERT_FILE", os.devnull), ("HF_TOKEN_PATH", "/dev/zero")],
 )
 def test_a_variable_that_cannot_be_meant_is_named_at_once(tmp_path: Path, script: str, name: str, value: str) -> None:
     """Not a traceback of the library's, nor five attempts."""
@@ -191,6 +206,22 @@ def test_so_is_a_time_of_more_digits_than_a_number_may_have(tmp_path: Path) -> N
     done = subprocess.run(command, env={**os.environ, "HF_HUB_ETAG_TIMEOUT": "9" * 5000}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
     assert re.fullmatch("cached_fineweb10B.py: error: HF_HUB_ETAG_TIMEOUT='9{40}' in the environment: must be .*\n", done.stderr)
+
+
+def test_so_is_a_token_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a FIFO, as of `<(pass show token)`, which is empty for the second to read; /dev/null is how to have none."""
+    os.mkfifo(tmp_path / "token")
+    for path, fault in ((tmp_path / "token", "must be a file, or unset"), (os.devnull, ""), (tmp_path / "none", "")):
+        monkeypatch.setenv("HF_TOKEN_PATH", f"{path}")
+        assert hub_fault().endswith(fault) and bool(hub_fault()) == bool(fault)
+
+
+@pytest.mark.parametrize("script", ["cached_fineweb10B.py", "fineweb.py", "local_text.py"])
+def test_so_is_one_for_the_bars(tmp_path: Path, script: str) -> None:
+    command, environment = [*start_command(script, tmp_path)], os.environ | {"TQDM_MININTERVAL": "abc"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
+    assert re.fullmatch(f"{script}: error: TQDM_MININTERVAL in the environment: .*'abc': unset it\n", done.stderr)
 
 
 @pytest.mark.parametrize("script, options", [("cached_fineweb10B.py", "0"), ("fineweb.py", "--num_tokens=50 --workers=1")])
@@ -270,24 +301,27 @@ def test_a_shard_on_disk_that_is_not_whole_is_fetched_again(hub: Hub, shards: di
     output.mkdir()
     for name, content in shards.items():
         (output / name).write_bytes(content)
-    truncated, foreign = "fineweb_train_000001.bin", "fineweb_train_000003.bin"
+    truncated, empty = "fineweb_train_000001.bin", "fineweb_train_000003.bin"
     (output / truncated).write_bytes(shards[truncated][:-500])
-    (output / foreign).write_bytes(b"<html>no such page</html>" * 100)
+    (output / empty).write_bytes(b"")
     code, _, err = run("cached_fineweb10B.py", hub, tmp_path, "3")
-    assert code == 0 and "(500 too few)" in err and "magic number" in err
+    assert code == 0 and "(500 too few)" in err and "is empty" in err
     assert shards_in(output) == first(shards, 4)
-    assert [path for path, _ in hub.gets()] == [f"{CACHED}/{truncated}", f"{CACHED}/{foreign}"]
+    assert [path for path, _ in hub.gets()] == [f"{CACHED}/{truncated}", f"{CACHED}/{empty}"]
+    told = re.findall("^fetching .*", err, re.M)  # as after nohup: no bar is shown
+    assert told == [f"fetching {truncated}, 3.04kB (2 of 4)", f"fetching {empty}, 3.08kB (4 of 4)"]
 
 
 def test_a_bad_shard_from_the_hub_never_gets_its_name(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
     name = "fineweb_train_000001.bin"
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_bytes(b"bad already")
+    (tmp_path / "out" / name).write_bytes(already := shards[name][:-500])
     for bad, message in ((shards[name][:900], "900 bytes"), (b"<html>" + shards[name][6:], "magic number")):
         hub.files[f"{CACHED}/{name}"] = bad
         result = run("cached_fineweb10B.py", hub, tmp_path, "2")
         assert failed_with(f"sent a bad {name}", result) and failed_with(message, result)
-        assert shards_in(tmp_path / "out") == first(shards, 1) and len(list((tmp_path / "out").rglob("*.bin"))) == 1
+        assert shards_in(tmp_path / "out") == first(shards, 1) | {name: already}
+        assert len(list((tmp_path / "out").rglob("*.bin"))) == 2
 
     hub.files[f"{CACHED}/{name}"] = shards[name]  # once the hub is well, the same command finishes
     assert run("cached_fineweb10B.py", hub, tmp_path, "2")[0] == 0
@@ -305,8 +339,9 @@ def test_a_shard_is_on_disk_before_it_has_its_name(tmp_path: Path, shards: dict[
     """And its name before fetch_shard returns, after which fetched.json says that it was compared."""
     name, done, fsync, replace = "fineweb_train_000001.bin", [], os.fsync, os.replace
     inode = lambda file: os.stat(file).st_ino
-    monkeypatch.setattr(cached_fineweb10B, "announced_hash", lambda *_: hashlib.sha256(shards[name]).hexdigest())
-    monkeypatch.setattr(cached_fineweb10B, "receive", lambda _, part: part.write_bytes(shards[name]))
+    said = cached_fineweb10B.Announced(hashlib.sha256(shards[name]).hexdigest(), None)
+    monkeypatch.setattr(cached_fineweb10B, "announced", lambda *_: said)
+    monkeypatch.setattr(cached_fineweb10B, "receive", lambda _, part, size: part.write_bytes(shards[name]))
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(("synced", inode(file))), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda old, new: (done.append(("named", inode(old))), replace(old, new)))
     cached_fineweb10B.fetch_shard(name, tmp_path, {})
@@ -448,6 +483,14 @@ def test_what_is_left_of_another_state_of_the_file_is_not_gone_on_with(
     assert [span for _, span in hub.gets()] == [None] and [path.name for path in client.folder.iterdir()] == [name]
 
 
+def test_a_body_without_end_ends_as_more_comes_than_was_announced(hub: Hub, shards: dict[str, bytes], client: Client) -> None:
+    """It filled the disk."""
+    hub.endless.add(f"{CACHED}/{list(shards)[0]}")
+    with pytest.raises(DataError, match=r"\(attempt 1 of 5\): it sends more than the 3,024 bytes that it has announced"):
+        client.shard(list(shards)[0])
+    assert not [path for path in client.folder.rglob("*") if path.is_file()] and hub.sent < 2**24
+
+
 @pytest.mark.parametrize("announced", ["", "d41d8cd98f00b204e9800998ecf8427e", "../" * 22])
 def test_a_hub_that_announces_no_hash_is_refused(
     hub: Hub, shards: dict[str, bytes], client: Client, announced: str
@@ -485,13 +528,26 @@ def test_garbage_in_a_shard_on_disk_is_found_and_fetched_again(
     assert client.shard(name) == 1010 and hub.log == []
 
 
-def test_a_shard_that_is_not_the_hubs_stays_until_the_hubs_has_come(hub: Hub, shards: dict[str, bytes], client: Client) -> None:
+@pytest.mark.parametrize("change", [garbage, lambda content: content[:-2], lambda content: content + b"mine", lambda _: b"mine"])
+def test_a_shard_that_is_not_the_hubs_stays_until_the_hubs_has_come(
+    hub: Hub, shards: dict[str, bytes], client: Client, change: Callable[[bytes], bytes]
+) -> None:
     name = list(shards)[1]
-    (client.folder / name).write_bytes(mine := garbage(shards[name]))
+    (client.folder / name).write_bytes(mine := change(shards[name]))
     hub.files[f"{CACHED}/{name}"] = b"no shard"
     with pytest.raises(ShardError, match="sent a bad"):
         client.shard(name)
     assert (client.folder / name).read_bytes() == mine
+
+
+@pytest.mark.parametrize("begin", [struct.pack("<ii", 20240801, 7), struct.pack("<ii", 20240520, 2), b"<html>no"])
+def test_a_file_of_another_format_is_not_replaced(hub: Hub, shards: dict[str, bytes], client: Client, begin: bytes) -> None:
+    """As llm.c's shards of another tokenizer, which have the same names."""
+    name = list(shards)[1]
+    (client.folder / name).write_bytes(mine := begin + shards[name][8:])
+    with pytest.raises(DataError, match=f"{name}: magic number or version of another format: it is not replaced, move it away"):
+        client.shard(name)
+    assert (client.folder / name).read_bytes() == mine and hub.log == []
 
 
 def test_what_else_is_in_a_folder_of_downloads_stays(hub: Hub, shards: dict[str, bytes], tmp_path: Path, monkeypatch) -> None:
@@ -595,6 +651,35 @@ def test_a_subset_without_text_is_an_error(hub: Hub, tmp_path: Path, texts: list
         assert failed_with("no text in the 1 files of sample/10BT: choose another --subset", result)
 
 
+BAD_LISTS = [  # what the hub's list is, and what of it is told
+    ({"next_pages": ...}, r"\(attempt 1 of 5\): its list has a file twice"),
+    ({"next_pages": ..., "files": {f"{PARQUET}/sample/10BT/README.md": b""}}, "its list has more than 3 pages"),
+    ({"commit": None}, r"\(attempt 1 of 5\): its answer names no commit of the dataset: sha is None"),
+    ({"commit": 7}, r"\(attempt 1 of 5\): its answer names no commit of the dataset: sha is 7"),
+    ({"breaks": [("stall", 1)] * 5}, r"\(attempt 5 of 5\): .*timed out"),
+]
+
+
+@pytest.mark.parametrize("how, message", BAD_LISTS)
+def test_a_list_that_never_ends_or_makes_no_sense_is_named(
+    hub: Hub, client: Client, parquet: dict[str, list[str]], how: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was waited for, and followed, for ever."""
+    monkeypatch.setattr(fineweb, "TIMEOUT", 0.1)
+    monkeypatch.setattr(fineweb, "MAX_PAGES", 3)
+    tree = f"api/datasets/HuggingFaceFW/fineweb/tree/{COMMIT}/sample/10BT"
+    itself = f"http://127.0.0.1:{hub.server_port}/{tree}"
+    for name, value in how.items():
+        setattr(hub, name, {"breaks": {tree: value}, "next_pages": [itself] * 9}.get(name, value))
+    with pytest.raises(DataError, match=f"could not fetch the list of the files of HuggingFaceFW/fineweb/sample/10BT .*{message}"):
+        fineweb.list_parquet("sample/10BT")
+
+
+def test_pages_of_a_list_are_put_together(hub: Hub, client: Client, parquet: dict[str, list[str]]) -> None:
+    hub.next_pages = [f"http://127.0.0.1:{hub.server_port}/api/datasets/HuggingFaceFW/fineweb/tree/{COMMIT}/sample/100BT"]
+    assert fineweb.list_parquet("sample/10BT") == (COMMIT, sorted([*parquet, "sample/100BT/000.parquet"]))
+
+
 def stream_of(parquet: dict[str, list[str]]) -> list[int]:
     return [token for texts in parquet.values() for text in texts for token in (256, *text.encode())]
 
@@ -660,7 +745,9 @@ class Here:
         self.folder, self.monkeypatch, self.cut_after = folder, monkeypatch, -1
         self.fetched: list[str] = []
 
-        def fetch(repo: str, name: str, where: Path, revision: str) -> Path:
+        def fetch(repo: str, name: str, where: Path, revision: str, place: str, keep: bool) -> Path:
+            if keep:
+                return where / name
             self.fetched.append(name)
             (where / name).parent.mkdir(parents=True, exist_ok=True)
             (where / name).write_bytes(hub.files[f"{PARQUET}/{name}"])
@@ -707,6 +794,57 @@ def test_a_users_own_parquet_files_stay(here: Here) -> None:
     here.make()
     assert [path for path in (here.folder / "parquet").rglob("*") if path.is_file()] == [mine]
     assert [*(here.folder / "parquet").iterdir()] == [mine.parent]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("cut_after", [2, -1])
+def test_a_parquet_file_that_was_there_is_used_and_stays(
+    here: Here, hub: Hub, parquet: dict[str, list[str]], tmp_path: Path, linked: bool, cut_after: int
+) -> None:
+    """Nothing behind a link is deleted, not even what was fetched there."""
+    folder, name = tmp_path / "mine" if linked else here.folder / "parquet", "sample/10BT/001.parquet"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_bytes(hub.files[f"{PARQUET}/{name}"])
+    if linked:
+        here.folder.mkdir()
+        (here.folder / "parquet").symlink_to(folder)
+    if cut_after > 0:
+        with pytest.raises(SystemExit, match="interrupted"):
+            here.make(cut_after=cut_after)
+    here.make()
+    assert shards_hold(here.folder, stream_of(parquet)) and name not in here.fetched
+    stay = [*parquet] if linked else [name]
+    assert {path: (folder / path).read_bytes() for path in stay} == {path: hub.files[f"{PARQUET}/{path}"] for path in stay}
+    assert [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.parquet"))] == stay
+
+
+def test_a_parquet_file_that_was_there_and_is_not_the_hubs_is_named(
+    hub: Hub, client: Client, parquet: dict[str, list[str]]
+) -> None:
+    name = "sample/10BT/000.parquet"
+    progress = fineweb.Progress({}, COMMIT, [name])
+    mine = client.folder / "parquet" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(DataError, match="000.parquet does not have the hash .* and is not replaced: move it away"):
+        fineweb.fetch_parquet(progress, client.folder, 0)
+    assert mine.read_text() == "mine" and hub.gets() == []
+    mine.unlink()
+    assert fineweb.fetch_parquet(progress, client.folder, 0) == mine and progress.fetched == [name]
+    mine.write_text("damaged")  # since it was fetched: comes anew
+    assert fineweb.fetch_parquet(progress, client.folder, 0).read_bytes() == hub.files[f"{PARQUET}/{name}"]
+
+
+def test_a_damaged_parquet_file_that_was_there_stays(here: Here, hub: Hub, parquet: dict[str, list[str]]) -> None:
+    """The hub's own is so."""
+    whole = hub.files[f"{PARQUET}/{[*parquet][0]}"]
+    for content, what in ((b"no parquet", "is not a parquet file"), (damaged(whole), "is damaged")):
+        mine = here.folder / "parquet" / "sample/10BT/001.parquet"
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        mine.write_bytes(content)
+        with pytest.raises(SystemExit, match=f"001.parquet {what}.*; it was there: move it away"):
+            here.make()
+        assert mine.read_bytes() == content
 
 
 def test_interrupted_at_every_shard_the_same_shards_come_out(here: Here, parquet: dict[str, list[str]]) -> None:
@@ -889,6 +1027,9 @@ BROKEN_PROGRESS += [
     for files, shards in ((5, []), ([5], []), (["a.parquet"], 5), (["a.parquet"], [[1]]), (["a.parquet"], [[1, 1, 0, 0]]),
                           (["a.parquet"], [["1", 0, 0, 0]]), (["a.parquet"], [[-1, 0, 0, 0]]))
 ]  # fmt: skip
+BROKEN_PROGRESS += [
+    json.dumps({"recipe": {}, "commit": "c", "files": ["a.parquet"], "fetched": fetched}) for fetched in (5, [5], ["b.parquet"])
+]
 
 
 @pytest.mark.parametrize("content", BROKEN_PROGRESS)

@@ -594,9 +594,12 @@ def test_a_closed_stream_leads_nowhere(stream: int, tmp_path: Path, library: Pat
 
 
 def test_another_text_does_not_take_the_place_of_the_demos(tmp_path: Path, library: Path) -> None:
-    """As --input alone did, in silence; the next ./run.sh made its own again, in the place of those."""
-    done = subprocess.run([sys.executable, str(SCRIPT), f"--input={library}"], timeout=60, capture_output=True, text=True)
-    assert done.returncode == 2 and "error: --output must be given with --input: " in done.stderr and not done.stdout
+    """As --input alone did, in silence; the next ./run.sh made its own again, in the place of those. Nor by another name."""
+    (tmp_path / "link").symlink_to(SCRIPT.parent)
+    for output in ([], ["--output=data/local"], [f"--output={tmp_path}/link/local"]):
+        command = [sys.executable, str(SCRIPT), f"--input={library}", *output]
+        done = subprocess.run(command, cwd=SCRIPT.parents[1], timeout=60, capture_output=True, text=True)
+        assert done.returncode == 2 and "error: --output must be given with --input: " in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("below", ["", "deeper"])
