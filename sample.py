@@ -31,7 +31,8 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
 
 try:
     # Before PyTorch, whose threads launch tells how to wait.
-    from launch.console import Parser, not_empty, printable, until_reader_leaves, user_path
+    from launch.console import Parser, console, not_empty, printable, until_reader_leaves, user_path
+    from launch.nests import differences
 
     from data.encodings import decode, encode
     from data.loader import first_documents
@@ -82,13 +83,19 @@ def keep_nucleus(probs: torch.Tensor, nucleus: float) -> torch.Tensor:
 
 
 PROMPTS, PROMPT_TOKENS = 3, 64
+LONG = 500  # tokens, from which on a run says before that it writes
 
 
 def sample_text(manager: Any) -> str:
-    """How the model goes on after the first tokens of three validation documents: settings.sample_tokens tokens each."""
+    """How the model goes on after the first tokens of three validation documents: settings.sample_tokens tokens each, or as many
+    as the model takes. The console hears before of many, or of fewer."""
     h, texts = manager.h, []
+    count = min(h.sample_tokens, h.max_tokens - 1 - PROMPT_TOKENS)
+    if count > LONG or count < h.sample_tokens:
+        cut = f" (not {h.sample_tokens:,}: the model takes {h.max_tokens:,} in all)" if count < h.sample_tokens else ""
+        console(f"sample: {PROMPTS} texts of {count:,} tokens{cut}, a forward pass each; the run is through, a signal ends this")
     for i, prompt in enumerate(first_documents(h.data, h.bos_id, 1 + PROMPT_TOKENS, PROMPTS), 1):
-        text = continue_text(manager, prompt, h.sample_tokens, h.sample_temperature, h.sample_nucleus)
+        text = continue_text(manager, prompt, count, h.sample_temperature, h.sample_nucleus)
         texts.append(f"[{i}] {decode(prompt[1:], h.encoding)}⟫{decode(text, h.encoding)}")
     return "\n\n".join(texts).replace("\0", "\\x00")  # a young model writes any byte; a NUL would end the log
 
@@ -119,7 +126,7 @@ def sample(
     place, saved = checkpoints.find_checkpoint(path, log_dir)
     defaults = vars(trainer.Hyperparameters())
     settings = saved.get("hyperparameters")
-    if faults := checkpoints.differences(settings, defaults, "hyperparameters."):
+    if faults := differences(settings, defaults, "hyperparameters."):
         checkpoints.check_recipe(place, saved, trainer.PARAM_TABLE)  # says more
         checkpoints.raise_if(place, faults)
     ranks = Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

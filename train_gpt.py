@@ -46,9 +46,9 @@ from data.loader import (
 )  # fmt: skip
 from launch.console import AgreedError, RunError, Stopped, leave, tell
 from launch.machine import seed_random
+from launch.nests import differences, map_tensors
 from launch.signals import Signals
-from runtime.checkpoints import differences, map_tensors
-from runtime.options import check_values, is_plain_name, parse_options, setting
+from runtime.options import check_values, is_plain_name, parse_options, raise_first, setting
 from runtime.ranks import Ranks, join_ranks
 from runtime.run import Run
 from sample import sample_text
@@ -156,13 +156,6 @@ class Hyperparameters:
             (self.run_id and not is_plain_name(self.run_id),
              f"--run_id={ascii(self.run_id)[1:-1]}: must be a file's name, alone, without *, [ and the like"),
         )  # fmt: skip
-
-
-def raise_first(*rules: tuple[Any, str]) -> None:
-    """Raise ValueError with the message of the first (fault, message) whose fault is true."""
-    for fault, message in rules:
-        if fault:
-            raise ValueError(message)
 
 
 # What a machine without a GPU trains in a minute or two: the same topology and schedule, small widths, bytes.
@@ -804,8 +797,7 @@ class NorMuonAndAdam:
             why = (paces or other.tied_to and "tied itself") if other else "no parameter"
             raise_first((why, f"{label} is tied to {row.tied_to}, which is {why}"))
         raise_first(*((not x.dim() * x.numel(), f"{name} is empty or 0-dim: give it rows") for name, x in self.params.items()))
-        alone = not dist.is_initialized()
-        self.rank, self.world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.tied = True
         self.lr_mul, self.momentum = 1.0, 0.95  # the schedule's; set before each step
         self.grad_divisor = 1  # gradients are sums over this many micro-batches
@@ -818,9 +810,10 @@ class NorMuonAndAdam:
         for label, shard in self.shards.items():
             self.state[label] = map_tensors(lambda x: x, param_table[label].initial_state(shard))  # NumPy's numbers as Python's
             self.constants[label] = param_table[label].constants(shard, self.own_rows[label].start)
-            fits = lambda x: x.shape[:1] == shard.shape[:1] if torch.is_tensor(x) else type(x) in (bool, int, float)
+            number = lambda x: type(x) in (bool, int, float) and abs(x) < math.inf
+            fits = lambda x: x.shape[:1] == shard.shape[:1] if torch.is_tensor(x) else number(x)
             bad = ", ".join(name for name, x in self.state[label].items() if not fits(x))
-            raise_first((bad, f"{label}: initial_state's {bad}: must be numbers, or tensors of the rows given, {len(shard)}"))
+            raise_first((bad, f"{label}: initial_state's {bad}: must be finite numbers, or tensors of the rows, {len(shard)}"))
 
     # Layout
 
@@ -903,6 +896,11 @@ class NorMuonAndAdam:
             for label, param in self.params.items() if param.grad is not None or label in self.in_wide
         }  # fmt: skip
 
+    def lack_of_gradients(self, labels: Iterable[str], where: str = "") -> RunError | None:
+        if idle := [label for label in labels if self.params[label].grad is None and label not in self.in_wide]:
+            advice = "every parameter takes part in every step; one that does nothing by 0 * its sum, added to the loss"
+            return RunError(f"{', '.join(idle)}: no gradient{where}: {advice}")
+
     def load_gradients(self, saved: dict[str, Tensor]) -> None:
         """Make copies of these the pending gradients, and no others."""
         self.in_wide.clear()
@@ -920,12 +918,11 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def step(self, do_adam: bool) -> None:
         """Update every NorMuon parameter, and on do_adam every Adam parameter; clear the gradients they used.
-        Unused gradients stay: the next backward pass adds to them. Raises RuntimeError for a missing one."""
+        Unused gradients stay: the next backward pass adds to them. Raises RunError for a missing one."""
         self.accumulate()
         used = [label for label, row in self.table.items() if do_adam or row.every_step]
-        for label in used:
-            if self.params[label].grad is None and label not in self.in_wide:
-                raise RuntimeError(f"{label} has no gradient: every parameter takes part in every step")
+        if error := self.lack_of_gradients(used):
+            raise error
         ties = {label: self.table[label].tied_to for label in used if self.tied and self.table[label].tied_to}
         active, alone = [label for label in used if label not in ties], self.world_size == 1
         reductions, gathers = {}, {}
@@ -1192,8 +1189,8 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
 def check_shards(h: Hyperparameters) -> DataFacts:
     """Raise DataError if the shards cannot feed the schedule or the validation: now, not at step 1700."""
     tokens = lambda step: step_schedule(step, h).batch_tokens
-    val = dict(val_tokens=h.val_tokens, val_batch_tokens=h.val_batch_tokens)
-    return check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, **val, **h.stream)
+    more = dict(val_tokens=h.val_tokens, val_batch_tokens=h.val_batch_tokens, encoding=h.encoding)
+    return check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, **more, **h.stream)
 
 
 def micro_batches(h: Hyperparameters, ranks: Ranks, training: bool, first_step: int = 0, **change: int) -> Iterator:
@@ -1210,14 +1207,15 @@ def micro_batches(h: Hyperparameters, ranks: Ranks, training: bool, first_step: 
 
 
 def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None:
-    """Run each shape from first_step on, or the first alone if nothing compiles; then restore the state."""
+    """Run each shape from first_step on, of validations the first alone if nothing compiles; then restore the state.
+    Raises AgreedError for a parameter that takes no part in a training pass."""
     model, h = manager.model, manager.h
-    last_step = h.total_iterations if h.compile or ranks.device.type == "cuda" else first_step
+    slow = h.compile or ranks.device.type == "cuda"  # the first time
     sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
     saved, seen = manager.state_dict(), set()
-    for step in range(first_step, last_step + 1):
-        now = step_schedule(step, h)
-        for training in [True] * (step < h.total_iterations) + [False] * is_validated(step, h):
+    for step in range(first_step, h.total_iterations + 1):
+        now, validated = step_schedule(step, h), is_validated(step, h) and (slow or step == first_step)
+        for training in [True] * (step < h.total_iterations) + [False] * validated:
             tokens = (now.batch_tokens if training else h.val_batch_tokens) // h.micro_batches
             shape = (training, tokens, now.short_window, now.long_window, training and len(now.mtp_weights))
             if shape in seen:
@@ -1229,7 +1227,9 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
                 batch = to_device(synthetic_batch(tokens, **sizes), ranks.device)
                 loss = model(*batch, manager.forward_schedule())
             if training:
+                model.zero_grad()
                 loss.backward()
+                ranks.raise_together(manager.optimizer.lack_of_gradients(manager.optimizer.params, f" at step {step}"))
     split = manager.split_step  # updates with and without Adam, tied, at the split, after it
     for step in sorted({*range(4), *range(split, split + 4)}):
         for param in model.parameters():

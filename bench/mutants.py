@@ -48,6 +48,9 @@ class Mutant(NamedTuple):
 
 CHANGES = {  # by file: what, tests, old, new
     "train_gpt.py": (
+        ("a parameter of some stages alone ends a run in its middle",
+         "runtime/warm_up::test_a_parameter_of_some_stages_alone_is_refused_before_the_first_step",
+         "                ranks.raise_together(manager.optimizer.lack_of_gradients(manager.optimizer.params, f\" at step {step}\"))\n", ""),
         ("a parameter is tied to a tied one", "recipe/optimizer::test_a_tie_that_would_not_hold_is_refused",
          'other.tied_to and "tied itself"', '""'),
         ("NumPy draws by no seed", "runtime/warm_up::test_all_random_numbers_of_the_first_weights_are_the_seeds",
@@ -289,6 +292,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            present += int(documents.ends[-1])", "            present += 0"),
         ("shards of two texts are trained on", "data/local_text::test_a_run_takes_no_shards_of_two_texts",
          "    check_replaced(Path(folder))\n", ""),
+        ("shards of another encoding are trained on",
+         "data/loader::test_settings_that_are_not_those_of_the_shards_manifest_are_refused", "made[x] != given[x])]", "None)]"),
         ("a copy of a shard is trained on too", "data/loader::test_tokens_that_would_be_trained_on_twice_are_refused",
          "!= path:", "== 0:"),
         ("the rest of a cut document is not dropped", "data/loader",
@@ -444,6 +449,8 @@ CHANGES = {  # by file: what, tests, old, new
     "launch/unsaved.py": (
         ("what cannot be looked at ends a run", "runtime/warm_up::test_what_cannot_be_looked_at_is_passed_over",
          "contextlib.suppress(Exception):", "contextlib.suppress(OSError):"),
+        ("a vocabulary hides an optimizer's state", "runtime/warm_up::test_a_vocabulary_does_not_hide_what_follows",
+         "size * (1 + len(parts) // FEW)", "size"),
         ("every number of a corpus is looked at", "runtime/warm_up::test_a_corpus_in_a_list_is_looked_at_in_part",
          "itertools.islice(x, MOST)", "x"),
         ("an idea's own generator is not told", "runtime/warm_up::test_state_that_no_checkpoint_holds_is_told",
@@ -613,7 +620,9 @@ CHANGES = {  # by file: what, tests, old, new
         ("another recipe's checkpoint is told by its settings alone", "recipe/parity",
          "if held and held != {*labels} else []", "if not held else []"),
         ("a checkpoint of infinities is taken", "runtime/bad_input",
-         'faults + [f"state.{name} is not finite" for name in non_finite_tensors(state)]', "faults"),
+         'faults + [f"state.{name} is not finite" for name in non_finite(state)]', "faults"),
+        ("an idea's files with a checkpoint's name are deleted",
+         "faults/checkpoint_files::test_so_do_those_with_a_checkpoints_name", " and is_ours(old)]", "]"),
         ("pending gradients of other ranks are dropped", "runtime/checkpoints::test_a_checkpoint_serves_any_number_of_ranks",
          'range(ranks.rank, len(whole["partial"]), ranks.world_size)', "range(ranks.rank, ranks.rank + 1)"),
         ("a rank takes the first rows of a shard", "runtime/checkpoints::test_a_checkpoint_serves_any_number_of_ranks",
@@ -625,7 +634,7 @@ CHANGES = {  # by file: what, tests, old, new
          "faults/start::test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ranks",
          "files * (2**20 + sum(", "files * (0 + sum("),
         ("no room is needed for the one in the making", "runtime/trouble faults/checkpoint_files",
-         "max(1, keep + 1 - len(", "max(1, keep - len("),
+         "max(1, keep + 1 - sum(", "max(1, keep - sum("),
     ),
     "runtime/log.py": (
         ("a log that another hand makes longer stays so",

@@ -22,7 +22,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from fnmatch import fnmatchcase
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import DataError, check_replaced, hold_shards, read_shard, verify_shard
+from data.shards import DataError, check_replaced, hold_shards, read_json, read_shard, verify_shard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards of a folder
@@ -385,6 +385,21 @@ class DataFacts(NamedTuple):
     longest: int  # tokens of the longest document of a validation micro-batch, rounded up to a power of two
 
 
+def check_encoded_so(folder: str, shards: Set[str], **given: int | str) -> None:
+    """Raise DataError if the manifest.json of data/local_text.py lists these shards, and is of other settings than those given.
+    A vocabulary may be larger."""
+    try:
+        manifest = read_json(Path(folder, "manifest.json"))
+    except (DataError, OSError):  # somebody else's
+        return
+    if isinstance(manifest, dict) and isinstance(listed := manifest.get("shards"), dict) and shards <= listed.keys():
+        made = {name: x for name in given if type(x := manifest.get(name)) is type(given[name])}
+        other = [x for x in made if (made[x] > given[x] if x == "vocab_size" else made[x] != given[x])]
+        here, there = (" ".join(f"--{x}={values[x]}" for x in other) for values in (given, made))
+        if other:
+            raise DataError(f"{folder}/manifest.json: its shards were not made for {here}: give {there}")
+
+
 def check_data(
     folder: str,
     *,
@@ -397,12 +412,13 @@ def check_data(
     vocab_size: int,
     val_tokens: int,
     val_batch_tokens: int,
+    encoding: str | None = None,
 ) -> DataFacts:
     """Raise DataError if the shards cannot feed all steps, or the validation: before step 0, not at step 1700.
 
     batch_tokens: tokens of a step's batch. val_tokens: of the first validation shard, from its start, in whole batches of
-    val_batch_tokens. Every micro-batch is planned, and its documents counted; none is made. Who reads the folder later in
-    this process finds these shards and tokens, or an error.
+    val_batch_tokens. encoding: if given, the one that a manifest of the shards must name. Every micro-batch is planned, and its
+    documents counted; none is made. Who reads the folder later in this process finds these shards and tokens, or an error.
     """
     for found in (LISTED, CHECKED, HELD):
         found.clear()
@@ -410,6 +426,7 @@ def check_data(
     check_replaced(Path(folder))
     val, train = (LISTED.setdefault(pattern, find_shards(pattern)) for pattern in (val_pattern(folder), train_pattern(folder)))
     shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in (*train, *val)}
+    check_encoded_so(folder, shards.keys(), bos_id=bos_id, vocab_size=vocab_size, encoding=encoding)
     most, faults = 0, []  # most documents in a micro-batch; where there are too many
 
     def note_digest(documents: Documents) -> str:

@@ -4,37 +4,49 @@ A resumed run begins such state anew, and the warm-up, whose updates are undone,
 from the manager and from the script's own modules is compared before and after the warm-up, and what differs is told.
 """
 
+import array
 import contextlib
+import functools
+import heapq
 import itertools
 import random
 import sys
 from collections import deque
 from collections.abc import Mapping, Set
-from types import FunctionType, ModuleType
+from numbers import Number
+from pathlib import PurePath
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy
 import torch
 
 from launch.machine import check_buffers, checksum, checksums
+from launch.nests import leaves
 from launch.sources import Sources
 
 PROJECT = {"attention", "cpu", "data", "launch", "no_triton", "runtime", "sample", "tail_averages", "tracer", "triton_kernels"}
 SET_IN_EACH_STEP = {"lr_mul", "momentum", "wide_grads"}  # of the optimizer
-SAMPLED = 1 << 16  # elements by which a larger tensor is told from another
+SAMPLED = 1 << 16  # elements by which a larger tensor or array is told from another
 MOST = 100_000  # values that are looked at
+FEW = 100  # for each so many that a container has, its values come later
 NAMED = 3  # in a message
+CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
 
 
 def told_apart(x: Any) -> str:
     """A text that is another for another number, text, tensor, array or random generator; "": no such."""
-    if isinstance(x, (int, float, complex, str, bytes)):
+    if isinstance(x, str | bytes):
+        return f"{len(x)} {hash(x)}"  # a corpus, say: no copy
+    if isinstance(x, Number | numpy.generic | PurePath):
         return f"{x!r}"
     if isinstance(x, torch.Tensor):
         plain = x.layout == torch.strided and not x.is_meta
         return f"{tuple(x.shape)} {checksums('', {'': x.detach().flatten()[:: 1 + x.numel() // SAMPLED]}) if plain else ''}"
-    if isinstance(x, numpy.ndarray):
-        return f"{x.shape} {checksum(x.tobytes())}"
+    if isinstance(x, bytearray | array.array):
+        return f"{len(x)} {told_apart(numpy.frombuffer(x, numpy.uint8)) if x else ''}"
+    if isinstance(x, numpy.ndarray):  # a memmap of mode "r" is no state, and its pages are on a disk
+        return f"{x.shape} {checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes()) if x.flags.writeable else ''}"
     if isinstance(x, torch.Generator):
         return checksum(x.get_state().numpy())
     if isinstance(x, numpy.random.Generator):
@@ -54,9 +66,34 @@ def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
     foreign = isinstance(x, FunctionType | type) and x.__module__ not in own
     if foreign or isinstance(x, ModuleType | Sources | torch.Tensor):
         return []
-    attributes = vars(x) if hasattr(x, "__dict__") else {}
+    attributes = {**(vars(x) if hasattr(x, "__dict__") else {})}
+    attributes |= {name: getattr(x, name) for name in slots_of(type(x)) if hasattr(x, name)}
     left = SET_IN_EACH_STEP if "grad_divisor" in attributes else ()
-    return [(f".{name}", y) for name, y in attributes.items() if named(name) and name not in left]
+    parts = [(f".{name}", y) for name, y in attributes.items() if named(name) and name not in left]
+    if isinstance(x, CALLED):
+        parts += [("", getattr(x, name, None)) for name in ("__self__", "__func__", "__wrapped__")]  # by torch.no_grad, say
+    if isinstance(x, FunctionType) and x.__globals__.get("__name__") in own:
+        parts += kept_by(x)
+    return parts
+
+
+def kept_by(function: FunctionType) -> list[tuple[str, Any]]:
+    """What it keeps between its calls, by its name there: defaults that may change, and the variables around it."""
+    code, cells = function.__code__, function.__closure__ or ()
+    defaults = function.__defaults__ or ()
+    found = dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults))
+    found |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, cells):
+        with contextlib.suppress(ValueError):  # it is empty
+            found[name] = cell.cell_contents
+    return [(f".{name}", y) for name, y in found.items() if named(name)]
+
+
+@functools.cache
+def slots_of(kind: type) -> list[str]:
+    """The attributes that a value of this type has in __slots__, or in C, by way of all its bases."""
+    fields = (field for base in kind.__mro__ for field in vars(base).items())
+    return [name for name, y in fields if isinstance(y, MemberDescriptorType) and named(name)]
 
 
 def named(name: str) -> bool:  # by a script, not by Python or its compiler
@@ -78,29 +115,26 @@ def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
     own = {module.__name__ for module in modules.values()}
     roots = [("manager", manager), *(
         (f"{name}.{x}", y) for name, module in modules.items() for x, y in vars(module).items() if named(x))]  # fmt: skip
-    found, seen, left = {}, set(), deque(roots)
+    found, seen, numbers = {}, set(), itertools.count()
+    left = [(1, next(numbers), *root) for root in roots]  # a heap: small containers first, so that no corpus hides what follows
     while left and len(found) + len(seen) < MOST:
-        name, x = left.popleft()
+        size, _, name, x = heapq.heappop(left)
         with contextlib.suppress(Exception):  # of a shelf that is closed, an object whose attributes are its own affair
             if text := told_apart(x):
                 found[name] = text
             elif id(x) not in seen:
                 seen.add(id(x))
-                left.extend((f"{name}{part}", y) for part, y in parts_of(x, own))
+                parts = parts_of(x, own)
+                for part, y in parts:
+                    heapq.heappush(left, (size * (1 + len(parts) // FEW), next(numbers), f"{name}{part}", y))
     return found
-
-
-def names_of(tree: Any, name: str) -> set[str]:
-    """Those of all that is in a nest of dicts, with points."""
-    if not isinstance(tree, dict):
-        return {name}
-    return set().union(*(names_of(x, f"{name}.{key}".lstrip(".")) for key, x in tree.items()))
 
 
 def check_names(manager: Any) -> None:
     """Raise ValueError for state that state_dict gives and layout does not tell of, or the other way: no checkpoint could be
     resumed."""
-    given, told = (names_of({**state, "partial": {}}, "") for state in (manager.state_dict(), manager.layout(0)))
+    states = ({**state, "partial": {}} for state in (manager.state_dict(), manager.layout(0)))
+    given, told = ({name for name, _ in leaves(state)} for state in states)
     if other := sorted(given ^ told):
         fault = f"{other[0]} is in {'state_dict' if other[0] in given else 'layout'} alone of {type(manager).__name__}"
         raise ValueError(f"{fault}: what a checkpoint shall hold goes into _arrange, which both take it from")
@@ -111,7 +145,7 @@ def warm_up_traces(buffers: dict[str, str], outside: dict[str, str], manager: An
     Raises ValueError, naming them, for the model's buffers."""
     check_buffers(buffers, manager.live_tensors().get("buffers", {}))
     now = kept_outside(manager, sources)
-    changed = [name for name in {**outside, **now} if now.get(name) != outside.get(name)]
+    changed = [name for name in {**now, **outside} if now.get(name) != outside.get(name)]
     if not changed:
         return ""
     more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""

@@ -17,15 +17,16 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from data.shards import drop_leftovers, stored, whole_file
 from launch.console import reason, tell
+from launch.nests import differences, check_tree, leaves, map_tensors, non_finite
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
@@ -37,49 +38,15 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged, or another run's."""
 
 
-def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in a nest of dicts that is not a dict."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, f"{name}.{key}" if name else f"{key}")
-    else:
-        yield name, tree
-
-
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The nest with function(tensor) in place of each tensor, and Python's number in place of each of NumPy's."""
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    return function(tree) if isinstance(tree, Tensor) else tree.item() if hasattr(tree, "item") else tree
-
-
-def non_finite_tensors(tree: Any) -> list[str]:
-    """Names of the tensors that hold an infinity or NaN."""
-    wide = lambda x: x.float() if x.is_floating_point() and x.itemsize == 1 else x  # PyTorch has no isfinite of FP8
-    return [name for name, x in leaves(tree) if isinstance(x, Tensor) and not wide(x).isfinite().all()]
-
-
-def differences(found: Any, expected: Any, name: str = "") -> list[str]:
-    """Where two nests differ in keys and types, a state's numbers being of one, or tensors in shape and dtype, not values."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        faults = sorted(f"{name}{key} is missing" for key in expected.keys() - found.keys())
-        faults += sorted(f"{name}{key} is unknown" for key in found.keys() - expected.keys())
-        return sum((differences(found[k], expected[k], f"{name}{k}.") for k in expected if k in found), faults)
-    here, there = ("float" if type(x) is int and name[:6] == "state." else type(x).__name__ for x in (expected, found))
-    if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        here, there = (f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (expected, found))
-    return [f"{name[:-1]} is {there}, here {here}"] if here != there else []
-
-
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
-    """Save, then delete all but this and the last `keep` - 1 before it. Raises OSError; the earlier ones are then untouched."""
+    """Save, then delete all checkpoints but this and the last `keep` - 1 before it. Raises OSError; they are then untouched."""
     torch.save(map_tensors(lambda x: x, saved), buffer := io.BytesIO())  # NumPy's numbers could not be read
     payload = buffer.getbuffer()
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_leftovers(path.parent, "step_*.pt.tmp")
     with whole_file(path) as file:
         file.writelines((MAGIC, hashlib.sha256(payload).digest(), payload))
-    others = [old for old in checkpoints(path.parent) if old.name != path.name]
+    others = [old for old in checkpoints(path.parent) if old.name != path.name and is_ours(old)]
     for old in sorted(others, key=lambda old: step_of(old) > step_of(path))[keep - 1 :]:  # first those of a course left
         try:
             old.unlink(missing_ok=True)
@@ -100,10 +67,20 @@ def checkpoints(folder: Path, run: str = ".") -> list[Path]:
     return sorted(found, key=lambda path: (written.get(path.parent, 0), path.parent, step_of(path)), reverse=True)
 
 
+def open_at_once(path: Path) -> BinaryIO:  # no wait for who writes into a FIFO
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def is_ours(path: Path) -> bool:  # by its first bytes: an idea may give files of its own such names
+    with contextlib.suppress(OSError), open_at_once(path) as file:
+        return file.read(len(MAGIC)) == MAGIC
+    return False
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What write_checkpoint saved. Nothing is unpickled but tensors and plain types. Raises CheckpointError."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # no wait for a FIFO
+        with open_at_once(path) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
             if (magic := file.read(len(MAGIC))) != MAGIC:
@@ -115,12 +92,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: damaged or cut short, its SHA-256 is another: resume from an earlier checkpoint")
     try:
         saved = torch.load(stored(payload), map_location="cpu", weights_only=True)
+        held = dict(leaves(check_tree(saved)))
     except Exception as error:  # the file's fault, whatever torch.load makes of it
-        raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {error}") from error
+        why = f"{error}".rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]  # without PyTorch's advice
+        raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {why}") from error
     if not isinstance(saved, dict) or not saved:
         raise CheckpointError(f"{path}: holds {f'a {type(saved).__name__}' if saved else 'nothing'} instead of a run's state")
-    odd = [x for x, y in leaves(saved) if isinstance(y, Tensor) and (y.is_meta or y.layout != torch.strided)]
-    raise_if(path, [f"{x} is sparse or without numbers" for x in odd])
+    odd = [x for x, y in held.items() if isinstance(y, Tensor) and (y.is_meta or y.layout != torch.strided)]
+    huge = non_finite({x: y for x, y in held.items() if isinstance(y, int)})
+    raise_if(path, [f"{x} is sparse or without numbers" for x in odd] + [f"{x} is beyond what a float holds" for x in huge])
     return saved
 
 
@@ -149,17 +129,22 @@ def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
 
 def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, saves: int) -> None:
     """Raise OSError if folder has no room for `saves` checkpoints of this layout ("partial": a rank), `keep` + 1 at a time."""
+    new, fault = [x for x in (folder, *folder.parents) if not os.path.exists(x)], ""
+    files = min(saves, max(1, keep + 1 - sum(map(is_ours, checkpoints(folder)))))  # each with its log: 1 MiB
+    each = (x.nbytes * (ranks if name.startswith("partial.") else 1) for name, x in leaves(layout) if isinstance(x, Tensor))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             file.write(b"probe")
+        if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free):
+            fault = f"{files} checkpoints need {size:,} bytes, {free:,} are free: make room or lower --keep_checkpoints"
     except OSError as error:  # a full disk names no file
-        raise OSError(f"{folder}: cannot be written: {reason(error)}: see to it, or give another --log_dir") from error
-    files = min(saves, max(1, keep + 1 - len(checkpoints(folder))))  # each with its log: 1 MiB
-    each = (x.nbytes * (ranks if name.startswith("partial.") else 1) for name, x in leaves(layout) if isinstance(x, Tensor))
-    if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free):
-        need = f"{files} checkpoints need {size:,} bytes, {free:,} are free"
-        raise OSError(f"{folder}: {need}: make room or lower --keep_checkpoints")
+        fault = f"cannot be written: {reason(error)}: see to it, or give another --log_dir"
+    if fault:
+        for made in new:
+            with contextlib.suppress(OSError):  # who holds something, or was not made
+                made.rmdir()
+        raise OSError(f"{folder}: {fault}")
 
 
 def whole_state(manager: Any, ranks: Ranks) -> dict[str, Any]:
@@ -224,7 +209,7 @@ def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) ->
     )
     faults = [fault for holds, fault in rules if not holds]
     faults += [f"state.{fault}" for fault in manager.contradictions(state, step)]
-    raise_if(path, faults + [f"state.{name} is not finite" for name in non_finite_tensors(state)])
+    raise_if(path, faults + [f"state.{name} is not finite" for name in non_finite(state)])
 
 
 def raise_if(path: Path, faults: list[str]) -> None:

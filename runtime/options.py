@@ -15,9 +15,9 @@ MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # shards may move
 MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one experiment, whose mean is taken
 
 
-def setting(default: Any, meaning: str, least: float = 1, choices: tuple[str, ...] = (), path: bool = False) -> Any:
-    """A field of a settings dataclass. least: of a number; a float is above 0, unless that is 0 or less; choices: of a text;
-    path: a text that is a path, which launch/start.py makes the project's where none is given."""
+def setting(default: Any, meaning: str, least: float = 1, choices: tuple[Any, ...] = (), path: bool = False) -> Any:
+    """A field of a settings dataclass. least: of a number; a float is above 0, unless that is 0 or less; choices: all its
+    values; path: a text that is a path, which launch/start.py makes the project's where none is given."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "choices": choices, "path": path})
 
 
@@ -32,7 +32,14 @@ def check_values(settings: Any) -> None:
         if types[field.name] is float and not (0 < value < math.inf or least < 1 and least <= value < math.inf):
             raise ValueError(f"--{field.name}={value}: must be {'positive' if least == 1 else f'{least} or more'} and finite")
         if choices and value not in choices:
-            raise ValueError(f"--{field.name}={value}: must be {' or '.join(choices)}")
+            raise ValueError(f"--{field.name}={value}: must be {' or '.join(map(str, choices))}")
+
+
+def raise_first(*rules: tuple[Any, str]) -> None:
+    """Raise ValueError with the message of the first (fault, message) whose fault is true."""
+    for fault, message in rules:
+        if fault:
+            raise ValueError(message)
 
 
 def is_plain_name(text: str) -> bool:

@@ -20,6 +20,7 @@ from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import RunError, Stopped, encoded, tell
 from launch.machine import apart, checksum, checksums, machine_facts, peak_memory, settings_text
+from launch.nests import differences, leaves, non_finite
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
 from launch.unsaved import check_names, kept_outside, warm_up_traces
@@ -84,7 +85,7 @@ class Run:
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))
         minutes = getattr(s, "compile", False) or ranks.device.type == "cuda"
-        self.log.show("warm-up: every shape, compiled: minutes" if minutes else "warm-up: the first step's shapes")
+        self.log.show(f"warm-up: every shape{', compiled: minutes' if minutes else ' of training'}")
 
     def restore(self) -> None:
         """The checkpoint's state, if any, into the manager's. Raises AgreedError if the warm-up has changed a buffer."""
@@ -178,7 +179,7 @@ class Run:
 
     def _name_non_finite(self) -> str:  # labels of weights, or else of gradients, on any rank; empty if all is finite
         for kind, tensors in self.manager.live_tensors().items():
-            if bad := set().union(*self.ranks.gather(checkpoints.non_finite_tensors(tensors))):
+            if bad := set().union(*self.ranks.gather(non_finite(tensors))):
                 return f"not finite: the {kind} of {', '.join(label for label in tensors if label in bad)}"
         return ""
 
@@ -188,9 +189,9 @@ class Run:
         path, state = self.folder / f"step_{step:06d}.pt", checkpoints.whole_state(self.manager, self.ranks)
 
         def write() -> str:
-            if bad := checkpoints.non_finite_tensors(state):
+            if bad := non_finite(state):
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
-            kinds = checkpoints.differences({**state, "partial": {}}, {**self.layout, "partial": {}}, "state.")
+            kinds = differences({**state, "partial": {}}, {**self.layout, "partial": {}}, "state.")
             if kinds := kinds or self.manager.contradictions(state, step):
                 raise ValueError(f"{'; '.join(kinds[:3])}: updates must keep initial_state's kinds; stopped, not saved")
             s, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
@@ -269,4 +270,4 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
     checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, len(saved_steps(s, first)))
     if not s.resume:
         script.check_shards(s)
-    return sum(x.nbytes for y in (state, state["same"]["parameters"]) for _, x in checkpoints.leaves(y) if torch.is_tensor(x))
+    return sum(x.nbytes for y in (state, state["same"]["parameters"]) for _, x in leaves(y) if torch.is_tensor(x))

@@ -1,6 +1,8 @@
 """The loader: whole documents from their starts, the same batches for every world size, and errors instead of hangs."""
 
 import itertools
+import json
+import os
 import re
 import threading
 import zlib
@@ -293,6 +295,42 @@ def check(folder, **changes):
         val_tokens=256, val_batch_tokens=128,
     )  # fmt: skip
     return check_data(str(folder), **(settings | changes))
+
+
+MANIFEST = {"bos_id": BOS, "vocab_size": 200, "encoding": "bytes", "recipe": {}}
+OTHER = {  # what a check is given, and what it says; "": nothing
+    "as they are": ({"encoding": "bytes"}, ""),
+    "no encoding": ({}, ""),
+    "a larger vocabulary": ({"vocab_size": 256}, ""),
+    "bos_id": ({"bos_id": 7}, f"--bos_id=7: give --bos_id={BOS}$"),
+    "all": (
+        {"bos_id": 7, "vocab_size": 100, "encoding": "gpt2"},
+        f"--bos_id=7 --vocab_size=100 --encoding=gpt2: give --bos_id={BOS} --vocab_size=200 --encoding=bytes$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_settings_that_are_not_those_of_the_shards_manifest_are_refused(folder, case):
+    """With the bos_id of another encoding a run trained on wrong documents, without a word."""
+    changes, message = OTHER[case]
+    listed = {name: 1 for name in os.listdir(folder)}
+    (folder / "manifest.json").write_text(json.dumps({**MANIFEST, "shards": listed}))
+    if not message:
+        check(folder, **changes)
+        return
+    with pytest.raises(DataError, match="/manifest.json: its shards were not made for " + message):
+        check(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["no JSON", "[]", '{"bos_id": 7}', '{"bos_id": 7, "shards": {"x_train_000000.bin": 1}}', '{"bos_id": "7", "shards": ALL}'],
+)
+def test_a_manifest_of_other_shards_or_another_program_says_nothing(folder, manifest):
+    listed = json.dumps({name: 1 for name in os.listdir(folder)})
+    (folder / "manifest.json").write_text(manifest.replace("ALL", listed))
+    check(folder)
 
 
 def test_a_shard_that_comes_after_the_check_is_not_read_and_one_that_goes_is_missed(folder):

@@ -1,5 +1,6 @@
 """Checkpoints on disks that others use: the newest is found, the last good one stays, nothing foreign is read or waited for."""
 
+import errno
 import os
 import re
 import resource
@@ -7,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import train_gpt
 from common import ends_with, exit_code, forked, lines_of, options, text_of, unequal
@@ -265,10 +267,28 @@ def test_files_of_an_idea_beside_the_checkpoints_stay(tmp_path):
     assert names(tmp_path / "a") == ["step_0000003.pt", "step_000004_ema.pt", "step_000005.pt", "step_2.pt"]
 
 
-def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, capsys):
-    (tmp_path / "a" / "step_000003.pt").mkdir(parents=True)
+def test_so_do_those_with_a_checkpoints_name(tmp_path):
+    """An idea's bare weights were deleted, and counted among the newest, so that real ones went. A folder stays, too."""
+    save(tmp_path / "a", 1, 4)
+    for step in (2, 3, 5, 6):
+        torch.save({"weight": torch.zeros(2)}, tmp_path / "a" / f"step_{step:06d}.pt")
+    (tmp_path / "a" / "step_000007.pt").mkdir()
+    os.mkfifo(tmp_path / "a" / "step_000009.pt")
+    save(tmp_path / "a", 8, keep=2)
+    assert names(tmp_path / "a") == [f"step_{step:06d}.pt" for step in (2, 3, 4, 5, 6, 7, 8, 9)]
+
+
+def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, capsys, monkeypatch):
+    def refuse(path, **_):
+        if path.name == "step_000003.pt":
+            raise OSError(errno.EPERM, "Operation not permitted")
+        os.unlink(path)
+
+    save(tmp_path / "a", 3)
     (tmp_path / "a" / "notes.pt").touch()
-    save(tmp_path / "a", 4, 5, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: path.exists() and refuse(path))
+        save(tmp_path / "a", 4, 5, keep=1)
     assert names(tmp_path / "a") == ["notes.pt", "step_000003.pt", "step_000005.pt"]
     assert "step_000003.pt: cannot be deleted: " in capsys.readouterr().err
 
@@ -288,7 +308,27 @@ def test_room_is_asked_for_the_saves_to_come(shards, tmp_path, monkeypatch, caps
             checkpoints.check_room(tmp_path / "logs" / "run", {}, 1, keep, 8 // every)
     else:
         ends_with(capsys, options(shards, tmp_path, save_every=every, keep_checkpoints=keep), message, code=1)
-        assert names(tmp_path / "logs") == ["run"]
+        assert names(tmp_path / "logs") == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_folders_that_have_no_room_are_left_as_they_were(tmp_path, monkeypatch, there):
+    """An empty log_dir/RUN stayed, of a run that never began."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    if there:
+        (tmp_path / "logs" / "run").mkdir(parents=True)
+    before = [*tmp_path.rglob("*")]
+    with pytest.raises(OSError, match="/logs/run: 3 checkpoints need .* make room or lower --keep_checkpoints"):
+        checkpoints.check_room(tmp_path / "logs" / "run", {}, 1, 2, 8)
+    assert [*tmp_path.rglob("*")] == before
+
+
+def test_files_with_a_checkpoints_name_make_no_room(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step_000001.pt").write_bytes(b"an idea's")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(OSError, match="/run: 3 checkpoints need"):
+        checkpoints.check_room(tmp_path / "run", {}, 1, 2, 8)
 
 
 def test_a_new_run_does_not_delete_the_checkpoints_of_another(good, shards, tmp_path, capsys):

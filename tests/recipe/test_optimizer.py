@@ -389,7 +389,7 @@ def test_state_without_a_row_for_each_of_the_parameters_is_refused(scale: object
             return {"step": 0, "exp_avg": torch.zeros_like(rows), "scale": scale}
 
     params, table = [("gate", nn.Parameter(torch.zeros(4, 8)))], {"gate": OneForAll("replicated", lr=1)}
-    with pytest.raises(ValueError, match=r"^gate: initial_state's scale: must be numbers, or tensors of the rows given, 4$"):
+    with pytest.raises(ValueError, match=r"^gate: initial_state's scale: must be finite numbers, or tensors of the rows, 4$"):
         NorMuonAndAdam(params, table, table, table)
 
 

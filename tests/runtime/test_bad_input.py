@@ -1,5 +1,8 @@
 """Every bad shard and every bad checkpoint has a message that says what, where and what to do, and exit code 1."""
 
+import hashlib
+import io
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 import train_gpt
 from common import ends_with, options, unequal
 from data.shards import DataError, read_shard
+from runtime import checkpoints
 from runtime.checkpoints import CheckpointError, check_fits, read_checkpoint, write_checkpoint
 from runtime.ranks import Ranks
 from train_gpt import Hyperparameters, main
@@ -175,7 +179,9 @@ VALUES = {  # of a checkpoint that is complete, and yet cannot be
     "step below": (("step",), lambda _: -1, "step is -1, must be 0 to 8"),
     "step beyond": (("step",), lambda _: 9, "step is 9, must be 0 to 8"),
     "half a step": (("step",), lambda _: 1.0, "step is float, here int"),
-    "step far beyond": (("step",), lambda _: 10**400, "step is 10+, must be 0 to 8"),
+    "step far beyond": (("step",), lambda _: 10**400, "step is beyond what a float holds"),
+    "Adam's step far beyond": (("state", "sharded", "embed", "step"), lambda _: 10**400, "embed.step is beyond what a float"),
+    "a number that is none": (("state", "same", "yarn", "scale"), lambda _: float("nan"), "state.same.yarn.scale is not finite"),
     "step of other tokens": (("step",), lambda _: 2, r"its steps took \d+ tokens, here they take \d+"),
     "a gradient of nothing": (("state", "partial", 0), lambda x: {**x, "made": x["embed"]}, "state.partial.0.made is unknown"),
     "a gradient of one rank": (("state", "partial"), lambda x: {0: x[0], 1: {}}, r"state.partial.1.\w+ is missing"),
@@ -224,7 +230,25 @@ def test_the_first_differences_are_named_and_the_others_counted(good, shards, ca
     ends_with(capsys, arguments, message, code=1)
 
 
+def of_pickle(text: bytes) -> bytes:
+    """A checkpoint file whose archive holds this pickle."""
+    with zipfile.ZipFile(archive := io.BytesIO(), "w") as records:
+        for name, content in (("data.pkl", b"\x80\x02" + text + b"."), ("version", b"3\n"), ("byteorder", b"little")):
+            records.writestr(f"archive/{name}", content)
+    return checkpoints.MAGIC + hashlib.sha256(archive.getvalue()).digest() + archive.getvalue()
+
+
+KEYS = [b"X\x01\0\0\0" + key for key in (b"a", b"b")]
+NESTS = {
+    "in itself": b"}q\0" + KEYS[0] + b"h\0s",
+    "deep": (b"}" + KEYS[0]) * 5000 + b"}" + b"s" * 5000,
+    "of 2**60 leaves": b"}q\0" + b"".join(b"}%sh%cs%sh%csq%c" % (KEYS[0], i, KEYS[1], i, i + 1) for i in range(60)),
+}  # fmt: skip
 FILES = {
+    "a number of 5000 digits": (  # PyTorch would advise to unpickle whatever it is
+        lambda _: of_pickle(b"\x8b\0\x10\0\0" + b"x" * 4096), "holds what cannot be loaded: UnpicklingError: Unsupported operand 139\n"),
+    **{f"dicts {name}": (lambda _, text=text: of_pickle(text), "holds what cannot be loaded: ValueError: dicts within themselves")
+       for name, text in NESTS.items()},
     "empty": (lambda _: b"", "not a checkpoint of this version"),
     "text": (lambda _: b"hello", r"not a checkpoint of this version \(begins with b'hello'\)"),
     "of another version": (lambda good: good.replace(b"checkpoint 2", b"checkpoint 1", 1), "not a checkpoint of this version"),

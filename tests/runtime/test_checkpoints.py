@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import train_gpt
 from common import ends_with, exit_code, forked, lines_of, normal, options, text_of, tiny_gpt, tiny_settings, unequal, wait_until
 from launch.console import Stopped
+from launch.nests import non_finite
 from launch.signals import Signals
 from launch.sources import resumption_note
 from runtime import checkpoints
@@ -183,7 +184,7 @@ def test_numpys_numbers_in_a_schedule_are_saved_as_pythons(shards, tmp_path, mon
 
 def test_moments_in_fp8_are_looked_at():
     x = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
-    assert checkpoints.non_finite_tensors({"a": x, "b": x[:1], "c": torch.zeros(1, dtype=torch.uint8)}) == ["a"]
+    assert non_finite({"a": x, "b": x[:1], "c": torch.zeros(1, dtype=torch.uint8)}) == ["a"]
 
 
 class WithModule(train_gpt.GPT):

@@ -118,6 +118,16 @@ def test_a_float_may_be_as_low_as_its_row_says():
         check_values(Settings(rate=0.0))
 
 
+def test_choices_may_be_numbers():
+    @dataclasses.dataclass
+    class Settings:
+        kind: int = setting(1, "of the rate: 1 linear, 2 cosine", choices=(1, 2))
+
+    check_values(Settings())
+    with pytest.raises(ValueError, match="^--kind=3: must be 1 or 2$"):
+        check_values(Settings(kind=3))
+
+
 def test_help_is_shown_for_a_setting_that_no_run_may_have(capsys):
     @dataclasses.dataclass
     class Settings:

@@ -15,7 +15,7 @@ import torch
 import sample
 import train_gpt
 import triton_kernels
-from common import ROOT, SCRIPT, lines_of, options, unreadable, without_rights
+from common import ROOT, SCRIPT, lines_of, options, tiny_settings, unreadable, without_rights
 from data.loader import first_documents
 from data.shards import write_shard
 from runtime.checkpoints import read_checkpoint, write_checkpoint
@@ -233,6 +233,19 @@ def test_what_a_model_writes_cannot_move_a_cursor(logs, shards, tmp_path, monkey
     assert printed.count("\\x1b[2Jé\\r\\x07\\x9b\\u202e") == 7 and "\n\\x1b[31m⟫" in printed
     assert not {*"\x1b\r\x07\x9b\u202e"} & {*printed}
     assert "\x1b[2Jé" in lines_of(tmp_path / "logs" / "run.txt")  # as it is
+
+
+@pytest.mark.parametrize(
+    "tokens, written, said", [(300, 300, ""), (301, 301, ""), (320, 319, " (not 320: the model takes 384 in all)")]
+)
+def test_a_long_or_shorter_text_at_a_runs_end_is_told_before(shards, tmp_path, monkeypatch, capsys, tokens, written, said):
+    """5,000 took minutes without a word."""
+    manager = train_gpt.build(tiny_settings(shards, tmp_path, sample_tokens=tokens), Ranks(0, 1, torch.device("cpu")))
+    monkeypatch.setattr(sample, "LONG", 300)
+    monkeypatch.setattr(sample, "continue_text", lambda _, prompt, count, *__: [7] * count)
+    assert sample.sample_text(manager).count("\a") == 3 * written
+    before = f"sample: 3 texts of {written} tokens{said}, a forward pass each"
+    assert capsys.readouterr().out.startswith(before) if tokens > 300 else capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
