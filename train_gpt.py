@@ -1180,7 +1180,7 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
             model.float()
         model.to(ranks.device)
     except (RuntimeError, MemoryError, OverflowError) as error:
-        raise ValueError(f"no model of this size can be made here, lower --model_dim or --val_batch_tokens: {error}") from error
+        raise ValueError(f"no such model can be made; if for its size, lower --model_dim or --val_batch_tokens: {error}") from error
     if h.compile:
         model.compile(dynamic=False, fullgraph=True)
     return TrainingManager(model, h)
@@ -1347,4 +1347,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    leave("", 0)  # at once: a thread inside PyTorch can abort a process whose interpreter ends
+    leave("", 0)  # at its end, before the interpreter's, which a thread inside PyTorch can abort

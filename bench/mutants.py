@@ -342,6 +342,7 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("a fork holds a run's lock", "faults/running::test_a_fork_holds_no_lock", "file.close() for file in [*_to_lock]", "file for file in [*_to_lock]"),
         ("a compressed checkpoint is read", "runtime/checkpoints::test_what_would_become_more_in_memory_than_in_its_file_is_not_read",
          "if any(x.compress_type for x in records.infolist()) or", "if None and"),
         ("a link to a folder becomes a file", "data/shards",
@@ -379,6 +380,8 @@ CHANGES = {  # by file: what, tests, old, new
          'stream.reconfigure(errors="backslashreplace")', "pass"),
     ),
     "launch/console.py": (
+        ("what a thread of an idea still writes is lost", "faults/running::test_what_aborts_an_ending_interpreter_ends_no_finished_run",
+         "        atexit.register(end_well)\n", "        end_well()\n"),
         ("a parent's signal ends a tool that cleans up", "bench/ends::test_a_signal_that_comes_again_at_once_is_the_same",
          "time.monotonic() > first + 1:", "time.monotonic() > first:"),
         ('the end of options is a value of one', 'faults/tools::test_the_end_of_options_is_no_value_of_one',
@@ -471,7 +474,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a module that a text names is not held", "runtime/sources::test_so_is_what_it_imports_from_a_folder_that_the_script_adds_and_by_a_text",
          "(*imports(tree), *imports_by_text(tree))", "(*imports(tree),)"),
         ("a name that a line imports is a module", "runtime/sources::test_a_module_from_elsewhere_is_refused",
-         "| {*FROM_IMPORT.findall(text), *by_text}", "| {*re.findall(r'import (\\w+)', text), *FROM_IMPORT.findall(text), *by_text}"),
+         "| {*FROM_IMPORT.findall(text), *quoted", "| {*re.findall(r'import (\\w+)', text), *FROM_IMPORT.findall(text), *quoted"),
         ("what a function imports on a line that Python continues is not in the log",
          "runtime/sources::test_what_a_loaded_file_imports_later_is_held_however_its_lines_end",
          'lines = CONTINUED.sub(b" ", self.contents[path])', "lines = self.contents[path]"),
@@ -525,6 +528,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
+        ("what a killed rank has started lives on", "faults/start::test_what_a_killed_rank_has_started_ends_with_it",
+         "                    os.killpg(process.pid, signal.SIGKILL)", "                    pass"),
         ("a signal before a rank heeds it is a fault", "faults/start::test_a_ranks_end_is_the_runs_code_and_one_message",
          "        if -code in heeded_signals():", "        if None:"),
         ("a default outside of its limits is a user's", 'faults/start::test_a_default_outside_of_its_limits_is_told_as_the_scripts',
@@ -564,7 +569,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a setting may be what no checkpoint gives back",
          "faults/start::test_a_setting_that_no_checkpoint_could_give_back_is_refused",
          "    check_plain(script.Hyperparameters, script.PRESETS)\n", ""),
-        ("who saves is killed", "faults/start::test_what_goes_on_is_waited_for", "> max(deadline, busy):", "> deadline:"),
+        ("who saves is killed", "faults/start::test_what_goes_on_is_waited_for", "left = max(deadline, busy) -", "left = deadline -"),
         ("a stale compiled form is run", "faults/start::test_a_stale_compiled_form_is_not_run",
          "<= os.stat(path).st_ctime_ns", "<= os.stat(path).st_mtime_ns"),
         ("a script that ends while it is imported ends well",

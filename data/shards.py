@@ -20,6 +20,7 @@ import os
 import signal
 import stat
 import sys
+import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -359,9 +360,16 @@ def import_tqdm() -> type:
     return tqdm
 
 
-def open_lock(path: Path) -> BinaryIO:
-    """The file at path, made if need be, to be locked: no link is followed, no FIFO waited for. Raises OSError."""
-    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666))
+_to_lock: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # closed in a fork, whose descriptor would hold a dead process's lock
+os.register_at_fork(after_in_child=lambda: [file.close() for file in [*_to_lock]])
+
+
+def open_lock(path: Path, mode: str = "ab") -> BinaryIO:
+    """The file at path, made if need be to write, to be locked by this process alone: no link is followed, no FIFO waited for.
+    Raises OSError."""
+    file = open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666))
+    _to_lock.add(file)
+    return file
 
 
 def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
@@ -394,6 +402,8 @@ def open_lock_if_writable(path: Path) -> BinaryIO | None:
 
 def unlock_run(file: BinaryIO) -> None:
     """Close what lock_run gave, and delete the file if it is still that one, under this lock, and empty: not a user's own."""
+    if file.closed:  # in a fork, which has no part in the lock
+        return
     with file, contextlib.suppress(OSError):
         if os.path.samestat(os.stat(file.name), found := os.fstat(file.fileno())) and not found.st_size:
             os.unlink(file.name)
@@ -438,7 +448,7 @@ def hold_shards(folder: Path) -> BinaryIO | None:
     """Keeps tools from replacing the shards of `folder` until what this returns is closed, or the process ends. None where no
     tool has left the file for it, or a file system has no locks. Raises DataError while a tool replaces them."""
     try:
-        file = open(os.open(folder / READERS, os.O_RDONLY | os.O_NONBLOCK), "rb")  # not waiting, if it is a FIFO
+        file = open_lock(folder / READERS, "rb")
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return file
     except BlockingIOError:

@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -284,16 +285,90 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+LONG_WAIT = 5.0  # seconds at a process's end, after which it says what it waits for, or gives a console up
+CLOSED_BY_PYTHON = (  # as it ends, whoever holds them: what only their close() writes; those that write to others first
+    ("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "_ZipWriteFile"), ("zipfile", "ZipFile"),
+    ("shelve", "Shelf"),
+)  # fmt: skip
+
+
 def leave(message: str, code: int) -> None:
-    """Tell, if anything, and end this process at once: a broken process group would wait for the ranks that have gone. After a
-    good end (code 0) what an idea has left open or registered with atexit is written and called first."""
+    """Tell, if anything, and end this process at once, with the daemons that multiprocessing has started: a broken process group
+    would wait for the ranks that have gone. After a good end (code 0) return, for the script to end as any other, up to end_well:
+    its threads are waited for, by name if that takes long, and a profiler that runs it has its turn."""
     if message:
         tell(message)
     if code == 0:
-        atexit._run_exitfuncs()
-        for file in gc.get_objects():
-            if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
-                with contextlib.suppress(OSError, ValueError):  # closed, or a full disk
-                    if file.fileno() > 2:  # a console that has stopped would be waited for
-                        file.flush()
+        flush_console()
+        atexit.register(end_well)
+        with contextlib.suppress(RuntimeError):  # no thread is to be had
+            threading.Thread(target=tell_of_wait, daemon=True).start()
+        return
+    with contextlib.suppress(Exception):  # whatever state the main thread, which may be anywhere, has left them in
+        for child in workers():
+            child.daemon and child.terminate()
     os._exit(code)
+
+
+def workers() -> list[Any]:
+    """The processes that an idea has started with multiprocessing."""
+    return sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else []
+
+
+def tell_of_wait() -> None:
+    time.sleep(LONG_WAIT)
+    threads = [x for x in threading.enumerate() if not x.daemon and x is not threading.main_thread()]
+    names = ", ".join(x.name for x in [*threads, *workers()]) or "its open files and its functions of atexit"
+    tell(f"rank {os.environ.get('RANK', 0)} is through, and waits for {names}")
+
+
+def end_well() -> None:
+    """The last that Python calls as it ends, in place of what then takes the interpreter apart: a thread inside PyTorch can abort
+    that. What was registered with atexit is called, and what is open written."""
+    try:
+        atexit.unregister(end_well)
+        atexit._run_exitfuncs()
+        write_open_files()
+        flush_console()
+    finally:
+        os._exit(hasattr(sys, "last_value"))  # of an error since, as a profiler's
+
+
+def write_open_files() -> None:
+    """All but the console."""
+    closed = ((getattr(sys.modules.get(module), name, ()), "close") for module, name in CLOSED_BY_PYTHON)
+    kinds = [(io.TextIOWrapper, "flush"), *closed, ((io.BufferedWriter, io.BufferedRandom), "flush")]
+    held = gc.get_objects()
+    types = {id(type(x)): type(x) for x in held}  # few: to ask each object would take most of a second
+    wanted = {number for number, x in types.items() if any(issubclass(x, kind) for kind, _ in kinds)}
+    files = [x for x in held if id(type(x)) in wanted]
+    for kind, write in kinds:
+        for file in files:
+            with contextlib.suppress(Exception):  # closed, a full disk, an idea's own
+                if issubclass(type(file), kind) and (write == "close" or not is_console(file)):
+                    getattr(file, write)()
+
+
+def is_console(file: Any) -> bool:
+    try:
+        return file.fileno() <= 2
+    except (AttributeError, OSError, ValueError):  # of no file, or closed
+        return False
+
+
+def flush_console() -> None:
+    """Write what print() has left in a buffer; a stream that does not take it is given up after a while."""
+    for name in ("stdout", "__stdout__", "stderr"):
+        def flush(file: Any = getattr(sys, name)) -> None:
+            with contextlib.suppress(Exception):  # full, gone, closed, an idea's own
+                file.flush()
+
+        thread = threading.Thread(target=flush, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is to be had
+            flush()
+        else:
+            thread.join(LONG_WAIT)
+        if thread.is_alive():  # and holds the stream
+            setattr(sys, name, open(os.devnull, "w"))

@@ -280,7 +280,7 @@ def main(argv):
         if argv[:1] == ["--missing"]:
             say("".join(lack + "\n" for lack in missing(argv[1:])))
         elif argv[:1] in (["--help"], ["-h"]):
-            say(__doc__)
+            say(__doc__ or "its options stand in its first lines, which python -OO leaves out\n")
         elif "--then" in argv:
             end = argv.index("--then")
             if not argv[end + 1 :]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTINUED = re.compile(rb"\\(?:\r\n|\r|\n)")
 PLAIN_IMPORT = re.compile(r"(?:^|[:;])[ \t]*import\b((?:[^#;\n\\]|\\\n)+)", re.MULTILINE)
 FROM_IMPORT = re.compile(r"(?:^|[:;])[ \t]*from(?:[ \t]|\\\n)+([^\W\d]\w*)[\w.]*(?:[ \t]|\\\n)+import\b", re.MULTILINE)
-BY_TEXT = re.compile(r"^.*(?:import_module|__import__).*$", re.MULTILINE)
+BY_TEXT = {"import_module", "__import__"}
 LATER_IMPORT = re.compile(rb"^(?!import\b|from\b).*\bimport\b", re.MULTILINE)
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
@@ -149,7 +149,7 @@ class Sources:
         """Our files that a file's import statements name, also within functions: those are imported once a step calls them.
         Statements that are not indented have run if the file is loaded: what they named is loaded too."""
         lines = CONTINUED.sub(b" ", self.contents[path]).replace(b"\r", b"\n")
-        if is_loaded and not LATER_IMPORT.search(lines) and not BY_TEXT.search(lines.decode(errors="replace")):
+        if is_loaded and not LATER_IMPORT.search(lines) and not any(name.encode() in lines for name in BY_TEXT):
             return set()
         try:
             tree = ast.parse(self.contents[path])
@@ -271,18 +271,28 @@ def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def imports_by_text(tree: ast.AST) -> Iterator[ast.Import]:
-    """import_module("name") and __import__("name") as the statements that they stand for."""
+    """Calls of BY_TEXT with a name as the statements that they stand for."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
         function, name = getattr(call.func, "attr", getattr(call.func, "id", "")), getattr(call.args[0], "value", None)
-        if function in ("import_module", "__import__") and isinstance(name, str) and not name.startswith("."):
+        if function in BY_TEXT and isinstance(name, str) and not name.startswith("."):
             yield ast.Import([ast.alias(name)])
 
 
 def imported_names(text: str) -> set[str]:
-    """The roots of the modules that a text's lines seem to import; all words of those that import by a text."""
+    """The roots of the modules that a text's lines seem to import, and of all names in quotes on those that import by a text."""
     plain = (name for names in PLAIN_IMPORT.findall(text) for name in names.replace("\\\n", " ").split(",") if name.strip())
-    by_text = (word for line in BY_TEXT.findall(text) for word in re.findall(r"[^\W\d]\w*", line))
-    return {name.split()[0].partition(".")[0] for name in plain} | {*FROM_IMPORT.findall(text), *by_text}
+    return {name.split()[0].partition(".")[0] for name in plain} | {*FROM_IMPORT.findall(text), *quoted_names(text)}
+
+
+def quoted_names(text: str) -> set[str]:
+    """Roots of what may be a module's name, in the strings of lines that use import_module or __import__."""
+    try:
+        nodes = [*ast.walk(ast.parse(text))] if any(name in text for name in BY_TEXT) else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    lines = {x.lineno for x in nodes if {getattr(x, name, None) for name in ("id", "attr")} & BY_TEXT}
+    texts = (x.value for x in nodes if isinstance(x, ast.Constant) and isinstance(x.value, str) and x.lineno in lines)
+    return {found[1] for x in texts if (found := re.match(r"([^\W\d]\w*)(?:\.|$)", x))} - BY_TEXT
 
 
 def folders_of(module: str, folders: Sequence[Path]) -> Sequence[Path]:

@@ -286,7 +286,12 @@ def load(path: Path) -> ModuleType:
     except ImportError as error:
         why = f"{error}".splitlines()[0]
         raise LaunchError(f"{why}: {sys.executable} lacks a package, or has half of one: install it again", 1) from None
-    for file in path.parent.glob("*.py"):
+    except Exception as error:  # as of what it reads in the environment
+        why = " ".join(f"{error}".split())[:150] or repr(error)
+        named = (name for name in os.environ if name in f"{error}" and name.startswith(("TORCH", "PYTORCH", "TRITON")))
+        said = ", ".join(f"{name}={os.environ[name]}" for name in named) or "a variable of the environment, or half a package"
+        raise LaunchError(f"PyTorch cannot be imported, by {said}: {why}", 1) from None
+    for file in (*path.parent.glob("*.py"), *(file.parent for file in path.parent.glob("*/__init__.py"))):
         if "site-packages" in f"{getattr(sys.modules.get(file.stem), '__file__', None)}":  # PyTorch's, say
             raise LaunchError(HIDES.format(file, file.stem), 1)
     sys.path[:0] = [f"{path.parent}", f"{ROOT}"]  # as in a rank
@@ -334,7 +339,7 @@ def process_age() -> float:
 
 def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[int, list[str]]:
     """The number of ranks, and their options, once one process finds nothing wrong. Makes or fetches a preset's own data, for
-    minutes: a new run's after all else but memory, a resumed run's once its checkpoint is found.
+    minutes: a new run's after all else, a resumed run's once its checkpoint is found.
 
     A script without settings, or older than check_start, as the demo's first record, is started unchecked.
     Raises SystemExit for options that are none; LaunchError, ValueError, OSError; CalledProcessError if there are no data.
@@ -377,20 +382,32 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         return data
 
     def build(settings: Any, group: Any) -> Any:
+        free = free_memory()
         try:
-            return script.build(settings, group)
-        except ValueError as error:  # as of an idea that takes a number out of a tensor, which on meta has none
-            if group.device.type != "meta" or "meta tensor" not in f"{error}":
+            manager = script.build(settings, group)
+        except Exception as error:  # as of an idea that takes a number out of a tensor, which on meta has none
+            if group.device.type != "meta" or "meta" not in f"{error}".lower():
                 raise
+            manager = None
+        if manager is None:
             with torch.device("cpu"):
-                return script.build(settings, group._replace(device=torch.device("cpu")))
+                manager = script.build(settings, group._replace(device=torch.device("cpu")))
+        check_sizes(manager.layout(0), free)  # before data are made
+        return manager
+
+    def check_sizes(layout: dict, free: int) -> None:
+        leaves = importlib.import_module("runtime.checkpoints").leaves
+        state, again = (sum(x.nbytes for _, x in leaves(y) if torch.is_tensor(x)) for y in (layout, layout["same"]["parameters"]))
+        token = TOKEN_MEMORY * getattr(s, "model_dim", 0) + LOGIT_MEMORY * getattr(s, "vocab_size", 0)
+        if not gpus:
+            check_memory(ranks, RANK_MEMORY + state + again + token * getattr(s, "max_tokens", 0), free)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if getattr(s, "save_every", 0) and 0 <= limit < state:
+            raise LaunchError(f"ulimit -f is {limit >> 10}, a checkpoint has over {state >> 10}: raise it, or --save_every=0", 1)
 
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # here nobody else would come to it
-    state = run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
+    run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
     os.environ |= {"TORCH_DIST_INIT_BARRIER": barrier} if barrier else {}
-    token = TOKEN_MEMORY * getattr(s, "model_dim", 0) + LOGIT_MEMORY * getattr(s, "vocab_size", 0)
-    if not gpus:
-        check_memory(ranks, RANK_MEMORY + state + token * getattr(s, "max_tokens", 0))
     show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
     bring_flash_attention()
     return ranks, options
@@ -399,8 +416,8 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
 def gaps(shards: dict[str, str]) -> Iterator[str]:
     """A line for each two shards that the run trains on between which one is not there: no fault, but seldom meant."""
     read = [name for name, text in shards.items() if "CRC-32" in text]
-    numbered = sorted(match.groups() for name in read if (match := re.fullmatch(r"(.*_train_)(\d+)\.bin", name)))
-    for (prefix, before), (other, after) in itertools.pairwise(numbered):
+    numbered = [match.groups() for name in read if (match := re.fullmatch(r"(.*_train_)(\d+)\.bin", name))]
+    for (prefix, before), (other, after) in itertools.pairwise(sorted(numbered, key=lambda found: (found[0], int(found[1])))):
         if prefix == other and int(after) > int(before) + 1:
             yield f"data: {prefix}{after}.bin follows {prefix}{before}.bin: what lay between is not trained on"
 
@@ -575,13 +592,13 @@ def check_threads(ranks: int, cores: int, traced: bool = False) -> None:
             thread.join()
 
 
-def check_memory(ranks: int, each: int) -> None:
-    """Raise LaunchError for more ranks than memory holds, of so many bytes each, or one beyond the limits of the user."""
+def check_memory(ranks: int, each: int, free: int) -> None:
+    """Raise LaunchError for more ranks than so many free bytes hold, of so many bytes each, or one beyond the user's limits."""
     for option, limit, beside in (("v", resource.RLIMIT_AS, LIBRARIES), ("d", resource.RLIMIT_DATA, 0)):
         if 0 <= (found := resource.getrlimit(limit)[0]) < each + beside:
             fault = f"ulimit -{option} is {found >> 10}, a rank needs about {(each + beside) >> 10}"
             raise LaunchError(f"{fault}: raise it, or lower {SIZES}", 1)
-    need, free = ranks * each, free_memory()
+    need = ranks * each
     if need > free:
         fewer = each <= free
         who, advice = (f"{ranks} ranks need", "start fewer, as RANKS=1") if fewer else ("a rank needs", f"lower {SIZES}")
@@ -628,6 +645,7 @@ class Ranks:
         signal.signal(signal.SIGURG, self._hear_busy)  # launch/signals.py's BUSY
         if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
             signal.signal(signal.SIGTSTP, self._stay)  # not alone, while the ranks train on
+        self.swept: set[int] = set()  # sessions of ranks that were killed, whose other processes have been too
         self.store, port = loopback_store()
         self.processes: list[subprocess.Popen] = []
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it until they handle signals:
@@ -656,8 +674,8 @@ class Ranks:
 
     def wait(self, pause: float = 0.05) -> int:
         """The exit code: 0, a rank's own, 128 + a signal that was handed on, 1 for a rank that died by another."""
-        told, failed, deadline, last = 0, None, float("inf"), time.monotonic()
-        while any(process.poll() is None for process in self.processes):
+        told, failed, deadline, last, late = 0, None, float("inf"), time.monotonic(), 0
+        while self._running():
             before, last = last, time.monotonic()
             self.awake += min(last - before, 1.0)
             if len(self.received) > told:
@@ -678,11 +696,27 @@ class Ranks:
                 self._send(signal.SIGTERM)
                 deadline = self.awake + PATIENCE
             busy = self.busy + PATIENCE if told == 1 and failed is None else 0.0
-            if self.awake > max(deadline, busy):
+            left = max(deadline, busy) - self.awake
+            if told < 2 and late < (later := (left < PATIENCE / 2) + (left < 0)):  # a second signal ends all without a word
+                late, alive = later, (f"rank {i}" for i, process in enumerate(self.processes) if process.poll() is None)
+                how = "is killed, as it has not ended" if late == 2 else f"is waited for, and killed in {left:.0f} s unless it saves"
+                if which := ", ".join(alive):
+                    tell(self.name, f"{which} {how}")
+            if left < 0:
                 self._send(signal.SIGKILL)
             time.sleep(pause)
         failed = self._failed() if failed is None else failed
         return 0 if failed is None else self._code(*failed)
+
+    def _running(self) -> bool:
+        """Is any? What one that was killed has started, as workers of an idea, which could not end it itself, is killed too."""
+        codes = {process: process.poll() for process in self.processes}
+        for process, code in codes.items():
+            if process.pid not in self.swept and (code or 0) < 0:
+                self.swept.add(process.pid)
+                with contextlib.suppress(OSError):  # there is none
+                    os.killpg(process.pid, signal.SIGKILL)
+        return None in codes.values()
 
     def _failed(self) -> tuple[int, int] | None:
         """(rank, exit code) of one that has failed, killed ones first."""
@@ -753,6 +787,7 @@ def rank_environment(rank: int, count: int, port: int, interfaces: Callable = so
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     ours = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "BANKRUN_LAUNCHER": os.getpid()}
     ours |= {"PYTHONSAFEPATH": ""}  # which would keep a rank from what lies beside its script
+    ours |= {"PYTHONINSPECT": ""}  # which would end it in a prompt
     path = os.pathsep.join(filter(None, [f"{ROOT}", os.environ.get("PYTHONPATH")]))  # for a script elsewhere
     return chosen | {name: f"{value}" for name, value in {**ranks, **place, **ours}.items()} | {"PYTHONPATH": path}
 

@@ -110,6 +110,8 @@ def test_what_is_no_file_of_requirements_is_named(arguments, said):
 def test_by_hand_it_tells_its_use_and_a_full_disk():
     done = by_hand("--help")
     assert (done.returncode, done.stdout, done.stderr) == (0, environment.__doc__, "")
+    without = subprocess.run([sys.executable, "-OO", environment.__file__, "--help"], capture_output=True, text=True)
+    assert (without.returncode, without.stderr) == (0, "") and "first lines" in without.stdout
     with open("/dev/full", "w") as full:
         done = by_hand(capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "environment.py: error: stdout cannot be written: No space left on device\n")

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import gzip
 import inspect
 import io
 import json
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +36,7 @@ from common import (
 )  # fmt: skip
 from data import loader
 from data.loader import FetchedAhead
-from data.shards import DataError, lock_run, read_shard, write_shard
+from data.shards import READERS, DataError, hold_shards, lock_run, read_shard, without_readers, write_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Log
 from launch.console import AgreedError, console
@@ -336,6 +338,26 @@ def test_a_users_file_in_place_of_the_lock_stays(shards, tmp_path, no_warm_up):
     assert (tmp_path / "logs" / "run.lock").read_text() == "mine"
 
 
+def test_a_fork_holds_no_lock(tmp_path):
+    """A worker of a rank that is killed kept its run from being resumed, and its shards from being replaced."""
+    (tmp_path / READERS).touch()
+    held = [lock_run(tmp_path / "run.lock", print), hold_shards(tmp_path)]
+    ready, said = os.pipe()
+    if not (child := os.fork()):
+        os.write(said, b"x")
+        time.sleep(600)
+    try:
+        os.read(ready, 1)
+        for file in held:
+            file.close()
+        lock_run(tmp_path / "run.lock", print).close()
+        with without_readers(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_folder_in_place_of_the_lock_is_named(shards, tmp_path, capsys):
     (tmp_path / "logs" / "run.lock").mkdir(parents=True)
     ends_with(capsys, options(shards, tmp_path), "run.lock is a folder where the run's lock must be: move it, or give", code=1)
@@ -623,13 +645,20 @@ def test_a_sample_that_fails_ends_no_finished_run(shards, tmp_path, monkeypatch,
 
 def test_what_aborts_an_ending_interpreter_ends_no_finished_run(shards, tmp_path, monkeypatch):
     """As a thread inside PyTorch does once in some hundred runs: a rank that is through leaves before. What an idea has left
-    open is written all the same, and what it has registered is called."""
+    open is written all the same, its threads are waited for, and what it has registered is called."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, os, sys\n"
+        "import atexit, concurrent.futures, gzip, io, os, sys, threading, time, zipfile\n"
+        f"os.chdir({f'{tmp_path}'!r})\n"
+        "def export(name):\n    while not threading._SHUTTING_DOWN: time.sleep(0.01)\n    open(name, 'w').close()\n"
         "class Aborts:\n    def __del__(self, abort=os.abort): abort()\n"
         "if os.environ.get('RANK') == '0':\n"
         f"    sys.aborts = Aborts()\n    sys.open = open({f'{tmp_path}/open.csv'!r}, 'w')\n    sys.open.write('step,loss')\n"
         f"    atexit.register(lambda: open({f'{tmp_path}/called'!r}, 'w').close())\n"
+        "    sys.gzip, sys.pack = gzip.open('losses.gz', 'wt'), zipfile.ZipFile('pack.zip', 'w')\n"
+        "    sys.gzip.write('losses')\n    sys.pack.writestr('whole', 'x')\n"
+        "    sys.part = io.TextIOWrapper(sys.pack.open('part', 'w'))\n    sys.part.write('of a pack')\n"
+        "    threading.Thread(target=export, args=('by thread',)).start()\n"
+        "    concurrent.futures.ThreadPoolExecutor(1).submit(export, 'by pool')\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
     monkeypatch.setenv("RANKS", "1")
@@ -637,8 +666,57 @@ def test_what_aborts_an_ending_interpreter_ends_no_finished_run(shards, tmp_path
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "") and is_whole(tmp_path / "logs" / "run.txt"), run.stderr
     assert (tmp_path / "open.csv").read_text() == "step,loss" and (tmp_path / "called").exists()
+    assert gzip.open(tmp_path / "losses.gz", "rt").read() == "losses"
+    with zipfile.ZipFile(tmp_path / "pack.zip") as pack:
+        assert {name: pack.read(name) for name in pack.namelist()} == {"whole": b"x", "part": b"of a pack"}
+    assert (tmp_path / "by thread").exists() and (tmp_path / "by pool").exists()
     broken = subprocess.run([sys.executable, "-c", ""], env={**os.environ, "RANK": "0"}, capture_output=True)
     assert broken.returncode == -signal.SIGABRT  # where the interpreter ends
+
+
+ENDS = {  # what a script does before its good end; more of Python's arguments; its stdout and stderr
+    "prints into a pipe": ("print('said', end='')", [], "said", ""),
+    "is profiled": ("", ["-m", "cProfile", "-o", "profile"], "", ""),
+    "exports in a thread": ("threading.Thread(target=told.wait, name='export').start()", [], "",
+                            "rank 0 is through, and waits for export\n"),
+    "waits for a child": ("multiprocessing.get_context('fork').Process(target=told.wait, name='child').start()", [], "",
+                          "rank 0 is through, and waits for child\n"),
+}  # fmt: skip
+
+
+def by_itself(tmp_path: Path, source: str, code: int, *arguments: str, **options: object) -> subprocess.CompletedProcess:
+    """Of a script of this source that leaves with this code; what it tells, a shared event of `told` hears."""
+    before = "import multiprocessing, sys, threading, time\nfrom launch import console\nconsole.LONG_WAIT = 0.1\n"
+    hears = "told = multiprocessing.Event()\nconsole.tell = lambda text: (print(text, file=sys.stderr, flush=True), told.set())\n"
+    (tmp_path / "script.py").write_text(f"{before}{hears}{source}\nconsole.leave('', {code})\n")
+    environment = {name: os.environ[name] for name in os.environ.keys() - {"RANK", "PYTHONUNBUFFERED"}} | {"PYTHONPATH": f"{ROOT}"}
+    command = [sys.executable, *arguments, "script.py"]
+    return subprocess.run(command, cwd=tmp_path, env=environment, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_good_end_is_that_of_any_script_and_says_what_it_waits_for(tmp_path, case):
+    source, arguments, out, err = ENDS[case]
+    done = by_itself(tmp_path, source, 0, *arguments, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
+    assert (tmp_path / "profile").exists() == ("cProfile" in arguments)
+
+
+def test_a_console_that_stops_keeps_no_script_from_its_end(tmp_path, stopped):
+    reader, writer = stopped
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:  # full
+            os.write(writer, b"x")
+    os.set_blocking(writer, True)
+    assert by_itself(tmp_path, "sys.stdout.reconfigure(line_buffering=False)\nprint('lost')", 0, stdout=writer).returncode == 0
+
+
+def test_a_bad_end_is_also_that_of_its_daemons(tmp_path):
+    source = "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\nchild.start()"
+    done = by_itself(tmp_path, f"{source}\nprint(child.pid, flush=True)", 1, capture_output=True)
+    assert done.returncode == 1
+    wait_until(lambda: has_ended(int(done.stdout)))
 
 
 @pytest.mark.parametrize("moment", ["warm_up", "validate"])

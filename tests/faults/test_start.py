@@ -166,6 +166,16 @@ def test_a_limit_of_memory_is_told_before_the_ranks_start(start, shards, tmp_pat
     assert (code, started) == (1, ()) and re.search(said, lines[-1]), lines
 
 
+def test_a_limit_of_a_files_size_is_told_before_the_ranks_start(start, shards, tmp_path, monkeypatch):
+    """No checkpoint was saved, and each told so."""
+    limits, own = resource.getrlimit, resource.RLIMIT_FSIZE
+    monkeypatch.setattr(launcher.resource, "getrlimit", lambda x: (100 << 10, -1) if x == own else limits(x))
+    code, lines, started = start(*options(shards, tmp_path, save_every=4))
+    said = r"error: ulimit -f is 100, a checkpoint has over \d{3,5}: raise it, or --save_every=0$"
+    assert (code, started) == (1, ()) and re.search(said, lines[-1]), lines
+    assert start(*options(shards, tmp_path, save_every=0))[2]
+
+
 @pytest.mark.parametrize("size", ["--bigram_rows=100000000", "--model_dim=65536 --num_heads=2048 --head_dim=32"])
 def test_a_model_that_memory_does_not_hold_is_refused_unbuilt(start, shards, tmp_path, monkeypatch, size):
     """It was built to be looked at, and the check was killed."""
@@ -414,12 +424,14 @@ def test_a_shard_that_is_not_there_between_others_is_told(start, shards, tmp_pat
     assert code == 0 and started and lines.count(told) == 1, lines
     os.rename(tmp_path / shard_name("local", "train", 3), tmp_path / shard_name("local", "train", 2))
     assert not [line for line in start(*options(shards, tmp_path), f"--data={tmp_path}")[1] if " follows " in line]
+    assert not [*launcher.gaps({f"my_train_{i}.bin": "CRC-32 0" for i in range(12)})]  # numbers, not texts
 
 
 BEFORE_DATA = {  # mistakes that need no data
     "--resume=/nowhere.pt": "/nowhere.pt: cannot be read",
     "--encoding=gpt7": "no encoding is called 'gpt7'",
     "--num_heads=3": "num_heads=3: must be even",
+    "--bigram_rows=1000000000000": "GiB of memory",
     "--run_id=old": "logs/old.txt is another run's log",
     "--log_dir=/proc/logs": "/proc/logs: cannot be written",
 }
@@ -577,11 +589,15 @@ def test_a_script_that_runs_anothers_main_is_refused(start, shards, tmp_path, ca
     assert (code, started) == (1, ()) and re.fullmatch(said, lines[-1]), lines
 
 
-def test_an_idea_that_takes_numbers_out_of_tensors_is_checked_where_there_are_some(start, shards, tmp_path):
+@pytest.mark.parametrize("how", [
+    "self.drop = torch.linspace(0, 0.1, num_layers)[-1].item()", "x = torch.ones(3); x[x > 0] = 2",
+    "torch.equal(torch.ones(3), torch.ones(3))", "torch.ones(3).numpy()",
+])  # fmt: skip
+def test_an_idea_that_takes_numbers_out_of_tensors_is_checked_where_there_are_some(start, shards, tmp_path, how):
     """A large model is looked at on meta, where a tensor has none."""
     line = "        self.num_heads, self.head_dim, self.model_dim = num_heads, head_dim, model_dim\n"
-    source = SCRIPT.read_text().replace(line, f"{line}        self.drop = torch.linspace(0, 0.1, num_layers)[-1].item()\n")
-    assert ".item()\n" in source
+    source = SCRIPT.read_text().replace(line, f"{line}        {how}\n")
+    assert how in source
     (tmp_path / "idea.py").write_text(source)
     assert start(tmp_path / "idea.py", *options(shards, tmp_path), "--bigram_rows=524288")[2], "refused"
 
@@ -626,9 +642,9 @@ def test_so_is_one_beside_the_script(start, shards, tmp_path, monkeypatch, place
     assert (code, started) == (1, ()) and len(lines) == 1 and "/copy.py hides the module 'copy'" in lines[0]
 
 
-@pytest.mark.parametrize("beside", ["json/__init__.py", "typing_extensions.py", "data.py"])
+@pytest.mark.parametrize("beside", ["json/__init__.py", "typing_extensions.py", "numpy/__init__.py", "data.py"])
 def test_so_is_a_package_or_a_module_of_an_installed_one(start, shards, tmp_path, beside):
-    """PyTorch imports the first two; the third is in the way of the project's package."""
+    """PyTorch imports the first three; the last is in the way of the project's package."""
     shutil.copy(SCRIPT, tmp_path / "idea.py")
     (tmp_path / beside).parent.mkdir(exist_ok=True)
     (tmp_path / beside).write_text("")
@@ -645,6 +661,14 @@ def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path, name, v
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}", name: value}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     assert done.returncode == 0 and done.stdout.endswith(f"\n2 {value}\n"), done.stderr
+
+
+@pytest.mark.parametrize("name, said", [("TORCH_LOGS", "Invalid log settings: x"), ("TORCH_DISTRIBUTED_DEBUG", "The value of ")])
+def test_a_variable_that_pytorch_does_not_import_with_is_named(tmp_path, name, said):
+    command = [PYTHON, f"{ROOT}/launch/start.py", f"{SCRIPT}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ, name: "x"})
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert f"{SCRIPT.name}: error: PyTorch cannot be imported, by {name}=x: {said}" in done.stderr
 
 
 FIELD = "    seed: int = setting("
@@ -1080,7 +1104,18 @@ def test_ranks_that_do_not_end_are_killed(ranks, monkeypatch):
     monkeypatch.setattr(launcher, "PATIENCE", 0.5)
     deaf = "signal.signal(15, signal.SIG_IGN)\nrank or sys.exit(time.sleep(0.5) or 1)\ntime.sleep(50)"
     begun = time.monotonic()
-    assert ranks(deaf) == (1, "") and time.monotonic() - begun < 25
+    code, said = ranks(deaf)
+    assert code == 1 and time.monotonic() - begun < 25
+    assert re.fullmatch(r"(idea.py: rank 1 is waited for, and killed in [01] s unless it saves\n)?idea.py: rank 1 is killed, as .*\n", said)
+
+
+def test_what_a_killed_rank_has_started_ends_with_it(ranks, tmp_path):
+    """A worker of an idea lived on, and held what its rank had open."""
+    forks = "if rank == 0:\n    child = os.fork()\n    if not child: time.sleep(600)\n"
+    tells = f"    open({f'{tmp_path}/child'!r}, 'w').write(f'{{child}}')\n"
+    assert ranks(f"{forks}{tells}    os.kill(os.getpid(), 9)\ntime.sleep(50)")[0] == 1
+    status = Path(f"/proc/{text_of(tmp_path / 'child')}/status")
+    wait_until(lambda: not (text := text_of(status)) or "\nState:\tZ" in text)
 
 
 SAVES = """\
@@ -1101,7 +1136,7 @@ with signals.Signals() as heard:
 @pytest.mark.parametrize("peers, saving", [(True, True), (False, False)])
 def test_what_goes_on_is_waited_for(ranks, monkeypatch, tmp_path, peers, saving):
     """A checkpoint that is written, a step of one rank alone; for what then hangs no longer than for others."""
-    monkeypatch.setattr(launcher, "PATIENCE", 0.5)
+    monkeypatch.setattr(launcher, "PATIENCE", 1.0)
     (one := tmp_path / "one").mkdir()
     code, said = ranks(SAVES.format(place=one, peers=peers, saving=saving, after="os._exit(0)"), 1 + peers)
     assert (code, said.count("through\n"), said.count("\n")) == (0, 1 + peers, 2 + peers), said
@@ -1208,6 +1243,7 @@ def test_the_environment_of_a_rank_is_torchruns(monkeypatch):
     )
     assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("127.0.0.1", "29500", "True")
     assert found["GLOO_SOCKET_IFNAME"] == "lo" and found["NCCL_SOCKET_IFNAME"] == "eth7" and found["PYTHONHASHSEED"] == "0"
+    assert found["PYTHONINSPECT"] == ""
     assert "GLOO_SOCKET_IFNAME" not in launcher.rank_environment(0, 1, 1, interfaces=lambda: [(1, "eth0")])
 
 

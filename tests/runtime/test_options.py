@@ -62,7 +62,7 @@ OPTIONS = [  # arguments, message, exit code
     ("--num_scheduled_iterations=900", r"902 steps need [\d,]+ tokens .* enough for \d+ steps", 1),
     ("--batch_unit=1048576", "enough for 0 steps", 1),
     ("--val_tokens=1048576 --val_batch_tokens=1048576", "validation needs 1,048,577 tokens", 1),
-    ("--num_heads=2 --head_dim=1048576 --model_dim=2097152", "no model of this size can be made here, lower --model_dim", 1),
+    ("--num_heads=2 --head_dim=1048576 --model_dim=2097152", "no such model can be made; if for its size, lower --model_dim", 1),
     ("--data=/nowhere", "no shard matches /nowhere/.*_val_.*data/local_text.py", 1),
     ("--log_dir=/proc/none", "/proc/none", 1),
     ("--log_dir=/dev/null", "/dev/null", 1),

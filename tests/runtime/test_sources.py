@@ -152,7 +152,8 @@ def test_a_changed_copy_of_our_module_beside_a_script_is_the_one_that_runs(proje
     assert (done.stdout, done.stderr) == (f"{names}\n{['MINE = 1' + chr(10)] * 3}\n", "")
 
 
-FOREIGN = ["", "import mine", "from mine import X", "from spaces.part import X", "def late():\n    import mine", "import mine.part as p"]
+FOREIGN = ["", "import mine", "from mine import X", "from spaces.part import X", "def late():\n    import mine", "import mine.part as p",
+           "def late():\n    word = __import__('mine.part')  # 'log'"]
 
 
 @pytest.mark.parametrize("how", FOREIGN)
@@ -164,7 +165,8 @@ def test_a_module_from_elsewhere_is_refused(project, tmp_path, how):
     (tmp_path / "mine" / "part.py").write_text("")
     (tmp_path / "spaces").mkdir()  # a namespace package
     (tmp_path / "spaces" / "part.py").write_text("X = 1\n")
-    for name in ("debugger", "Path", "log", "word"):  # the last three: no module that is imported, but a name, ours, a comment's
+    # All but the first: no module that is imported, but names, a comment's words, and those of ours that import by a text.
+    for name in ("debugger", "Path", "log", "word", "name", "late"):
         (tmp_path / f"{name}.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import debugger\n")
     (tmp_path / "target" / "other-1.0.dist-info").mkdir(parents=True)  # as pip install --target leaves
