@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data.shards import drop_leftovers, stored, whole_file
 from launch.console import reason, tell
-from launch.nests import differences, check_tree, leaves, map_tensors, non_finite
+from launch.nests import check_tree, differences, leaves, map_tensors, non_finite
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks

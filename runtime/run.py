@@ -20,7 +20,7 @@ from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import RunError, Stopped, encoded, tell
 from launch.machine import apart, checksum, checksums, machine_facts, peak_memory, settings_text
-from launch.nests import differences, leaves, non_finite
+from launch.nests import differences, non_finite
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
 from launch.unsaved import check_names, kept_outside, warm_up_traces
@@ -243,9 +243,9 @@ def saved_steps(settings: Any, first: int) -> set[int]:
     return {step for step in (*range(every, last, every), last) if step > first} if every else set()
 
 
-def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
+def check_start(script: ModuleType, settings: Any, world_size: int) -> None:
     """Raise ValueError or OSError for what one process can know before the ranks start; they check it again, together.
-    script: with build, and check_shards, called last for a new run. settings: checked. Returns the bytes of a rank's state."""
+    script: with build, and check_shards, called last for a new run. settings: checked."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # a group of any size, of which one process is there
 
     s = dataclasses.replace(settings, **{name: False for name in ("compile", "fp8_head") if hasattr(settings, name)})
@@ -266,8 +266,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> int:
         run_id, first = run_id or saved["run_id"], saved["step"]
     if run_id:
         check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s)
-    folder, state, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(0), manager.layout(1)
+    folder, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(1)
     checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, len(saved_steps(s, first)))
     if not s.resume:
         script.check_shards(s)
-    return sum(x.nbytes for y in (state, state["same"]["parameters"]) for _, x in leaves(y) if torch.is_tensor(x))
