@@ -316,10 +316,16 @@ def workers() -> list[Any]:
 
 
 def tell_of_wait() -> None:
+    """And wait for no longer than a launcher does, if there is one: a rank whose launcher is gone ends."""
+    launcher = int(os.environ.get("BANKRUN_LAUNCHER", os.getppid()))
     time.sleep(LONG_WAIT)
     threads = [x for x in threading.enumerate() if not x.daemon and x is not threading.main_thread()]
     names = ", ".join(x.name for x in [*threads, *workers()]) or "its open files and its functions of atexit"
     tell(f"rank {os.environ.get('RANK', 0)} is through, and waits for {names}")
+    while "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.getppid() != launcher:
+            os._exit(128 + signal.SIGTERM)
+        time.sleep(1)
 
 
 def end_well() -> None:

@@ -719,6 +719,20 @@ def test_a_bad_end_is_also_that_of_its_daemons(tmp_path):
     wait_until(lambda: has_ended(int(done.stdout)))
 
 
+def test_a_rank_that_waits_for_an_ideas_thread_ends_with_its_launcher(tmp_path):
+    """It waited for ever, and no signal to it was heard."""
+    launcher = "import os, subprocess, sys\nos.environ |= {'TORCHELASTIC_RUN_ID': 'x', 'BANKRUN_LAUNCHER': f'{os.getpid()}'}\n"
+    launcher += "rank = subprocess.Popen([sys.executable, 'rank.py'])\nopen('id', 'w').write(f'{rank.pid}')\nrank.wait()\n"
+    told = "threading.Thread(target=time.sleep, args=(600,)).start()\nconsole.tell = lambda _: open('waits', 'w').close()\n"
+    rank = f"import threading, time\nfrom launch import console\nconsole.LONG_WAIT = 0.1\n{told}console.leave('', 0)\n"
+    (tmp_path / "rank.py").write_text(rank)
+    parent = subprocess.Popen([sys.executable, "-c", launcher], cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}"})
+    wait_until(lambda: (tmp_path / "waits").exists())
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: has_ended(int((tmp_path / "id").read_text())))
+
+
 @pytest.mark.parametrize("moment", ["warm_up", "validate"])
 def test_a_run_that_ended_before_its_first_line_keeps_no_name(shards, tmp_path, monkeypatch, capsys, moment, no_warm_up):
     """In its warm-up, or in its first validation; one that has a line does."""
