@@ -45,8 +45,9 @@ def told_apart(x: Any) -> str:
         return f"{tuple(x.shape)} {checksums('', {'': x.detach().flatten()[:: 1 + x.numel() // SAMPLED]}) if plain else ''}"
     if isinstance(x, bytearray | array.array):
         return f"{len(x)} {told_apart(numpy.frombuffer(x, numpy.uint8)) if x else ''}"
-    if isinstance(x, numpy.ndarray):  # a memmap of mode "r" is no state, and its pages are on a disk
-        return f"{x.shape} {checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes()) if x.flags.writeable else ''}"
+    if isinstance(x, numpy.ndarray):  # what nobody can write is no state, and what is on a disk stays there
+        held = x.flags.writeable and not isinstance(x, numpy.memmap)
+        return f"{x.shape} {checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes()) if held else ''}"
     if isinstance(x, torch.Generator):
         return checksum(x.get_state().numpy())
     if isinstance(x, numpy.random.Generator):

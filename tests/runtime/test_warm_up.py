@@ -251,14 +251,16 @@ def test_a_vocabulary_does_not_hide_what_follows(monkeypatch, where):
 
 
 def test_a_corpus_on_a_disk_is_not_copied_into_memory(tmp_path, monkeypatch):
-    """An idea's own loader has one, of 1.5 GB, in each rank; a text of it stayed as it was, twice."""
+    """An idea's own loader has one, of 1.5 GB, in each rank; a text of it stayed as it was, twice. Of an array in memory a part."""
     monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
     monkeypatch.setattr(launch.unsaved, "checksum", lambda octets: f"{len(octets)}")
     (tmp_path / "corpus.bin").touch()
     os.truncate(tmp_path / "corpus.bin", 1 << 34)
     read, changed = (numpy.memmap(tmp_path / "corpus.bin", numpy.uint16, mode) for mode in ("r", "r+"))
-    found = kept_outside(SimpleNamespace(read=read, changed=changed, text="x" * 10**6), None)
-    assert found["manager.read"].split() == ["(8589934592,)"] and int(found["manager.changed"].split()[1]) <= 2 << 16
+    held = numpy.zeros(10**6, numpy.uint16)
+    found = kept_outside(SimpleNamespace(read=read, changed=changed, held=held, text="x" * 10**6), None)
+    assert found["manager.read"].split() == found["manager.changed"].split() == ["(8589934592,)"]
+    assert found["manager.held"].startswith("(1000000,) ") and int(found["manager.held"].split()[1]) <= 2 << 16
     assert len(found["manager.text"]) < 40
 
 
