@@ -1189,7 +1189,7 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
 def check_shards(h: Hyperparameters) -> DataFacts:
     """Raise DataError if the shards cannot feed the schedule or the validation: now, not at step 1700."""
     tokens = lambda step: step_schedule(step, h).batch_tokens
-    more = dict(val_tokens=h.val_tokens, val_batch_tokens=h.val_batch_tokens, encoding=h.encoding)
+    more = dict(val_tokens=h.val_tokens, val_batch_tokens=h.val_batch_tokens, encoding=h.encoding if h.sample_tokens else None)
     return check_data(h.data, steps=h.total_iterations, batch_tokens=tokens, **more, **h.stream)
 
 
@@ -1208,11 +1208,10 @@ def micro_batches(h: Hyperparameters, ranks: Ranks, training: bool, first_step: 
 
 def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None:
     """Run each shape from first_step on, of validations the first alone if nothing compiles; then restore the state.
-    Raises AgreedError for a parameter that takes no part in a training pass."""
+    Raises AgreedError for a parameter that takes no part in training, for as many passes as two steps have."""
     model, h = manager.model, manager.h
     slow = h.compile or ranks.device.type == "cuda"  # the first time
-    sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
-    saved, seen = manager.state_dict(), set()
+    sizes, saved, seen = {x: getattr(h, x) for x in ("vocab_size", "max_doc_len", "doc_slots")}, manager.state_dict(), set()
     for step in range(first_step, h.total_iterations + 1):
         now, validated = step_schedule(step, h), is_validated(step, h) and (slow or step == first_step)
         for training in [True] * (step < h.total_iterations) + [False] * validated:
@@ -1223,15 +1222,16 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
             seen.add(shape)
             manager.advance_schedule(step)
             model.train(training)
-            with torch.set_grad_enabled(training):
-                batch = to_device(synthetic_batch(tokens, **sizes), ranks.device)
-                loss = model(*batch, manager.forward_schedule())
-            if training:
-                model.zero_grad()
-                loss.backward()
-                ranks.raise_together(manager.optimizer.lack_of_gradients(manager.optimizer.params, f" at step {step}"))
-    split = manager.split_step  # updates with and without Adam, tied, at the split, after it
-    for step in sorted({*range(4), *range(split, split + 4)}):
+            model.zero_grad()
+            for _ in range(2 * h.micro_batches):  # of a step with Adam: a parameter need not take part in each
+                with torch.set_grad_enabled(training):
+                    loss = model(*to_device(synthetic_batch(tokens, **sizes), ranks.device), manager.forward_schedule())
+                if training:
+                    loss.backward()
+                if not (idle := training and manager.optimizer.lack_of_gradients(manager.optimizer.params, f" at step {step}")):
+                    break
+            ranks.raise_together(idle or None)
+    for step in sorted({*range(4), *range(manager.split_step, manager.split_step + 4)}):  # with Adam or not; tied, split, later
         for param in model.parameters():
             param.grad = torch.ones_like(param)  # so that weights move, and averages of them
         manager.step_optimizers(step)

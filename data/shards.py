@@ -331,8 +331,8 @@ def hub_fault() -> str:
         if (text := os.environ.get(name, "")) and not (text.isascii() and text.isdigit() and len(text) < 10):
             return f"{name}={text[:40]!a} in the environment: must be a whole number of seconds, or unset"
     if text := os.environ.get("HF_TOKEN_PATH"):
-        path = Path(os.path.expandvars(os.path.expanduser(text)))  # as the library does, which may read for ever
-        if path.exists() and not path.is_file() and os.path.realpath(path) != os.devnull:
+        path = os.path.expandvars(os.path.expanduser(text))  # as the library does, which may read for ever
+        if os.path.exists(path) and not os.path.isfile(path) and os.path.realpath(path) != os.devnull:
             return f"HF_TOKEN_PATH={text!a} in the environment: must be a file, or unset"
     if text := os.environ.get("SSL_CERT_FILE"):
         import ssl  # for the tools alone
@@ -448,7 +448,7 @@ def hold_shards(folder: Path) -> BinaryIO | None:
     """Keeps tools from replacing the shards of `folder` until what this returns is closed, or the process ends. None where no
     tool has left the file for it, or a file system has no locks. Raises DataError while a tool replaces them."""
     try:
-        file = open_lock(folder / READERS, "rb")
+        file = open_lock(Path(os.path.realpath(folder / READERS)), "rb")  # also of a folder of links
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return file
     except BlockingIOError:

@@ -300,7 +300,7 @@ def leave(message: str, code: int) -> None:
         tell(message)
     if code == 0:
         flush_console()
-        atexit.register(end_well)
+        atexit.register(end_well, getattr(sys, "last_value", None))
         with contextlib.suppress(RuntimeError):  # no thread is to be had
             threading.Thread(target=tell_of_wait, daemon=True).start()
         return
@@ -328,16 +328,16 @@ def tell_of_wait() -> None:
         time.sleep(1)
 
 
-def end_well() -> None:
+def end_well(before: BaseException | None) -> None:
     """The last that Python calls as it ends, in place of what then takes the interpreter apart: a thread inside PyTorch can abort
-    that. What was registered with atexit is called, and what is open written."""
+    that. What was registered with atexit is called, and what is open written. before: the last error before the good end."""
     try:
         atexit.unregister(end_well)
         atexit._run_exitfuncs()
         write_open_files()
         flush_console()
     finally:
-        os._exit(hasattr(sys, "last_value"))  # of an error since, as a profiler's
+        os._exit(getattr(sys, "last_value", None) is not before)  # of an error since, as a profiler's
 
 
 def write_open_files() -> None:
@@ -364,7 +364,7 @@ def is_console(file: Any) -> bool:
 
 def flush_console() -> None:
     """Write what print() has left in a buffer; a stream that does not take it is given up after a while."""
-    for name in ("stdout", "__stdout__", "stderr"):
+    for name in ("stdout", "stderr") if sys.stdout is sys.__stdout__ else ("stdout", "__stdout__", "stderr"):
         def flush(file: Any = getattr(sys, name)) -> None:
             with contextlib.suppress(Exception):  # full, gone, closed, an idea's own
                 file.flush()

@@ -234,12 +234,17 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     packages = (file.parent for file in path.parent.glob("*/__init__.py"))
     for file in (path, *path.parent.glob("*.py"), *packages, *ROOT.glob("*.py")):  # found in place of Python's own modules
         own = file is path and file.stem in IMPORTED or file.name in ("data.py", "launch.py", "runtime.py")
-        if own or file.stem in sys.stdlib_module_names - {"test"}:
-            raise LaunchError(HIDES.format(file, file.stem), 1)
+        if own or module_at(file) in sys.stdlib_module_names - {"test"}:
+            raise LaunchError(HIDES.format(file, module_at(file)), 1)
     if os.pathsep in f"{ROOT}" and not path.resolve().is_relative_to(ROOT):  # which then comes from PYTHONPATH
         fault = f"a path with {os.pathsep!r}, as {ROOT}, cannot be in PYTHONPATH: a script elsewhere needs it there"
         raise LaunchError(fault, 1)
     return path.resolve(), options
+
+
+def module_at(path: Path) -> str:
+    """The name by which a file or a package is imported: none is that of a folder torch.bak."""
+    return path.name.removesuffix(".py")
 
 
 def ranks_asked() -> int | None:
@@ -292,8 +297,8 @@ def load(path: Path) -> ModuleType:
         said = ", ".join(f"{name}={os.environ[name]}" for name in named) or "a variable of the environment, or half a package"
         raise LaunchError(f"PyTorch cannot be imported, by {said}: {why}", 1) from None
     for file in (*path.parent.glob("*.py"), *(file.parent for file in path.parent.glob("*/__init__.py"))):
-        if "site-packages" in f"{getattr(sys.modules.get(file.stem), '__file__', None)}":  # PyTorch's, say
-            raise LaunchError(HIDES.format(file, file.stem), 1)
+        if "site-packages" in f"{getattr(sys.modules.get(module_at(file)), '__file__', None)}":  # PyTorch's, say
+            raise LaunchError(HIDES.format(file, module_at(file)), 1)
     sys.path[:0] = [f"{path.parent}", f"{ROOT}"]  # as in a rank
     spec = importlib.util.spec_from_file_location("launched_script", path)
     module = sys.modules["launched_script"] = importlib.util.module_from_spec(spec)

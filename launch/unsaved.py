@@ -31,6 +31,7 @@ SAMPLED = 1 << 16  # elements by which a larger tensor or array is told from ano
 MOST = 100_000  # values that are looked at
 FEW = 100  # for each so many that a container has, its values come later
 NAMED = 3  # in a message
+SEEDED = random._inst, numpy.random.mtrand._rand, torch.default_generator  # in each step, by seed_random
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
 
 
@@ -121,9 +122,9 @@ def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
     while left and len(found) + len(seen) < MOST:
         size, _, name, x = heapq.heappop(left)
         with contextlib.suppress(Exception):  # of a shelf that is closed, an object whose attributes are its own affair
-            if text := told_apart(x):
+            if text := "" if any(x is y for y in SEEDED) else told_apart(x):
                 found[name] = text
-            elif id(x) not in seen:
+            elif id(x) not in seen and len(left) < 2 * MOST:
                 seen.add(id(x))
                 parts = parts_of(x, own)
                 for part, y in parts:

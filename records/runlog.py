@@ -37,7 +37,7 @@ PLAIN_LINE = re.compile(
 )
 # The trainer's, and those that seem to be: what else a script writes, whatever it looks like, tells nothing where these are.
 VALIDATION_LINE = re.compile(rb"^step:\d{1,9}/\d{1,9} val_loss:\S{1,40} train_time:\d{1,12}ms step_avg:", re.MULTILINE)
-OF_TRAINER = re.compile(rb"step:\S{1,40} (?:val_loss|train_time):")
+OF_TRAINER = re.compile(rb"[ \t]*step:\S{1,40} (?:val_loss:|train_time:|train_loss:\S{1,40} train_time:)")  # the last: older ones
 # With a validation loss, or of other logs: `s:250 tel:3.91`, `step 250/1765 | val loss 3.91 | train time 8.3 s`, and worse.
 LOOSE_LINE = re.compile(rb"^[ \t]*(?:step|s)(?::|[ \t]*=|[ \t]+(?=\d)).*$", re.MULTILINE)
 LOOSE_STEP = re.compile(rb"\s*\w+[ \t:=]+(\d{1,9})(?:\s*(?:/|of)\s*(\d{1,9}))?(?![\w.])")

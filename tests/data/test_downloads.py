@@ -211,7 +211,7 @@ def test_so_is_a_time_of_more_digits_than_a_number_may_have(tmp_path: Path) -> N
 def test_so_is_a_token_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a FIFO, as of `<(pass show token)`, which is empty for the second to read; /dev/null is how to have none."""
     os.mkfifo(tmp_path / "token")
-    for path, fault in ((tmp_path / "token", "must be a file, or unset"), (os.devnull, ""), (tmp_path / "none", "")):
+    for path, fault in ((tmp_path / "token", "must be a file, or unset"), (os.devnull, ""), (tmp_path / "none", ""), ("x" * 300, "")):
         monkeypatch.setenv("HF_TOKEN_PATH", f"{path}")
         assert hub_fault().endswith(fault) and bool(hub_fault()) == bool(fault)
 

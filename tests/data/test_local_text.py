@@ -635,6 +635,11 @@ def test_shards_that_a_run_holds_are_not_replaced(tmp_path: Path, library: Path,
         readers.pop().close()
     make(monkeypatch, library, out)
     assert states(out) != before and hold_shards(tmp_path) is None
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / READERS).symlink_to(out / READERS)  # a folder of links to these shards
+    with hold_shards(tmp_path / "linked"), pytest.raises(SystemExit, match="out: a run trains on these shards"):
+        (library / "more.py").write_text("x = 2\n" * 100)
+        make(monkeypatch, library, out)
     os.mkfifo(tmp_path / READERS)  # whatever a user has there, nothing waits for it
     assert hold_shards(tmp_path)
 

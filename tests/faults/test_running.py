@@ -676,6 +676,7 @@ def test_what_aborts_an_ending_interpreter_ends_no_finished_run(shards, tmp_path
 
 ENDS = {  # what a script does before its good end; more of Python's arguments; its stdout and stderr
     "prints into a pipe": ("print('said', end='')", [], "said", ""),
+    "had an error before": ("sys.last_value = ValueError()", [], "", ""),
     "is profiled": ("", ["-m", "cProfile", "-o", "profile"], "", ""),
     "exports in a thread": ("threading.Thread(target=told.wait, name='export').start()", [], "",
                             "rank 0 is through, and waits for export\n"),

@@ -653,6 +653,15 @@ def test_so_is_a_package_or_a_module_of_an_installed_one(start, shards, tmp_path
     assert (code, started) == (1, ()) and len(lines) == 1 and f"hides the module '{name}' that others" in lines[0]
 
 
+def test_a_folder_whose_name_is_no_modules_hides_none(start, shards, tmp_path):
+    shutil.copy(SCRIPT, tmp_path / "idea.py")
+    for name in ("torch.bak", "json.old", "numpy-2.0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
+    assert started and not any("hides" in line for line in lines)
+
+
 @pytest.mark.parametrize("name, value", [("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), ("TORCH_DIST_INIT_BARRIER", "1")])
 def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path, name, value):
     """What no group of one process among several can have; the ranks get it."""

@@ -135,6 +135,14 @@ def test_what_a_script_writes_beside_the_trainers_lines_is_no_figure(line):
         assert log.problems == [f"lines of steps that are not the trainer's are not read: 1, such as {line!r}"]
 
 
+def test_older_lines_with_a_training_loss_are_the_trainers():
+    """Of the public speedrun's first scripts, which wrote one at each step; a line that an editor has indented is one too."""
+    older = re.sub(r"^(step:\d+/8) (train_time)", r"\1 train_loss:4.1234 \2", step_lines(), flags=re.MULTILINE)
+    for lines in (older, step_lines().replace("step:4/8 val", " step:4/8 val")):
+        plain, log = parse_log(make_log()), parse_log(make_log(lines=lines))
+        assert (log.times, log.validations, log.fault, log.problems) == (plain.times, plain.validations, "", [])
+
+
 def test_a_step_with_two_losses_has_none():
     """Of averaged weights, say, in the trainer's form: the run's may be either. In older logs the first counts, which is told."""
     log = parse_log(make_log(lines=step_lines() + "step:8/8 val_loss:2.9 train_time:80ms step_avg:10.00ms\n"))

@@ -1,5 +1,6 @@
 """The warm-up runs every shape that the schedule uses, and leaves no trace."""
 
+import itertools
 import os
 import random
 import re
@@ -250,6 +251,15 @@ def test_a_vocabulary_does_not_hide_what_follows(monkeypatch, where):
     assert "manager.optimizer.clip.mean" in found and any("VOCABULARY" in name for name in found)
 
 
+def test_generators_that_each_step_seeds_are_no_state(monkeypatch):
+    """`from random import random` in an idea was told as state that no checkpoint holds."""
+    monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
+    held = SimpleNamespace(draw=random.random, pick=random.randint, normal=numpy.random.normal, made=torch.default_generator)
+    before = kept_outside(held, None)
+    random.random(), numpy.random.normal(), torch.rand(1)
+    assert kept_outside(held, None) == before
+
+
 def test_a_corpus_on_a_disk_is_not_copied_into_memory(tmp_path, monkeypatch):
     """An idea's own loader has one, of 1.5 GB, in each rank; a text of it stayed as it was, twice. Of an array in memory a part."""
     monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
@@ -286,6 +296,28 @@ def test_a_parameter_of_some_stages_alone_is_refused_before_the_first_step(shard
     assert "step:" not in (tmp_path / "logs" / "run.txt").read_text().rpartition("=" * 100)[2]
     monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)  # an idea's own, say
     ends_with(capsys, options(shards, tmp_path), "error: mtp_scale: no gradient: every parameter", code=1)
+
+
+def test_a_parameter_of_some_passes_of_a_step_is_not(shards, tmp_path, monkeypatch):
+    """As of a layer that is dropped by chance."""
+
+    class Idea(train_gpt.GPT):
+        passes = itertools.count()
+
+        def __init__(self, *sizes, **more):
+            super().__init__(*sizes, **more)
+            self.extra = torch.nn.Parameter(torch.zeros(8))
+
+        def forward(self, *given):
+            loss = super().forward(*given)
+            return loss * (1 + self.extra.sum()) if not self.training or next(self.passes) % 2 else loss
+
+    row = {"extra": train_gpt.Adam("replicated")}
+    monkeypatch.setattr(train_gpt, "GPT", Idea)
+    monkeypatch.setattr(train_gpt, "PARAM_TABLE", train_gpt.PARAM_TABLE | row)
+    for order in ("SCATTER_ORDER", "WORK_ORDER"):
+        monkeypatch.setattr(train_gpt, order, (*getattr(train_gpt, order), *row))
+    main(options(shards, tmp_path))
 
 
 def test_a_buffer_that_an_update_changes_is_refused(shards, tmp_path, monkeypatch):
