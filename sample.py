@@ -90,7 +90,7 @@ def sample_text(manager: Any) -> str:
     """How the model goes on after the first tokens of three validation documents: settings.sample_tokens tokens each, or as many
     as the model takes. The console hears before of many, or of fewer."""
     h, texts = manager.h, []
-    count = min(h.sample_tokens, h.max_tokens - 1 - PROMPT_TOKENS)
+    count = max(0, min(h.sample_tokens, h.max_tokens - 1 - PROMPT_TOKENS))
     if count > LONG or count < h.sample_tokens:
         cut = f" (not {h.sample_tokens:,}: the model takes {h.max_tokens:,} in all)" if count < h.sample_tokens else ""
         console(f"sample: {PROMPTS} texts of {count:,} tokens{cut}, a forward pass each; the run is through, a signal ends this")

@@ -243,9 +243,9 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
         for where, other in others:
             if run.times and any(figures(run) == figures(log) for log in other.runs):
                 raise InputError(f"{run.path}: has the times and losses of a run of {where}: a record is made of its own runs")
-    for left in root.glob(".record-????????"):  # copies, of a process that was killed: this one has the folder alone
+    for left in root.glob(".record-draft-????????"):  # copies, of a process that was killed: this one has the folder alone
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=".record-", dir=root) as staging:
+    with tempfile.TemporaryDirectory(prefix=".record-draft-", dir=root) as staging:
         draft = Path(staging) / name
         copy_logs(group, draft)
         if own:

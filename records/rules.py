@@ -322,6 +322,7 @@ def snippet(baseline: dict, row: dict, target: float) -> str:
     minutes = figure(row["time_mean"] / 60, ".3f") or "?"
     times = [time for time in row["times"] if time is not None]
     before = [time for time in baseline["times"] if time is not None]
+    where = row["times_do_not_compare"] or row["where"] or "<same machine?>"
     lines = [
         "| # | Record time | Description | Date | Log | Contributors |",
         "| - | - | - | - | - | - |",
@@ -332,7 +333,7 @@ def snippet(baseline: dict, row: dict, target: float) -> str:
         "",
         f"losses = {[round(loss, 10) for loss in row['losses']]}",
         f"times = {[round(time, 9) for time in times]}  # seconds",
-        f"baseline_times = {[round(time, 9) for time in before]}  # {row['times_do_not_compare'] or row['where'] or '<same machine?>'}",
+        f"baseline_times = {[round(time, 9) for time in before]}  # {where}",
     ]
     p_below = "scipy.stats.ttest_1samp(losses, {:g}, alternative='less')"
     p_time = "scipy.stats.ttest_ind(times, baseline_times, equal_var=False)"

@@ -414,8 +414,9 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
             before = log.validations[-1] if log.validations else (None, loss)
             if loss is not None and before[0] == step and before[1] != loss:
                 losses = f"step {step} has two validation losses, {before[1]:g} and {loss:g}"
-                twice = told and f"{losses}: which is the run's cannot be told"
-                if not told and len(log.problems) < MAX_PROBLEMS:
+                if told:
+                    twice = f"{losses}: which is the run's cannot be told"
+                elif len(log.problems) < MAX_PROBLEMS:
                     log.problems.append(f"{losses}: the first counts")
             elif loss is not None:
                 log.validations.append((step, loss, time))

@@ -165,15 +165,15 @@ def test_runs_that_do_not_count_are_named_and_no_record_is_made_without_a_word_o
 
 def test_what_a_killed_process_left_goes_and_a_wrong_option_is_named(tmp_path, root):
     runs = write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28])
-    (root / ".record-abcd1234").mkdir()
-    (root / ".record-of mine").mkdir()
+    (root / ".record-draft-abcd1234").mkdir()
+    (root / ".record-old_logs").mkdir()
     wrong = {"--track=\udcc3": "a line of text", "--date=soon": "a text such as 2026-01-31"}
     for option, meant in wrong.items():
         said = f"{option.partition('=')[0]} must be {meant}"
         with pytest.raises(SystemExit, match=f"history.py: error: {said}"):
             add(root, "1_A", runs, option)
     add(root, "1_A", runs)
-    assert sorted(path.name for path in root.iterdir()) == [".record-of mine", "1_A", "README.md"]
+    assert sorted(path.name for path in root.iterdir()) == [".record-old_logs", "1_A", "README.md"]
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,14 @@ def test_a_long_or_shorter_text_at_a_runs_end_is_told_before(shards, tmp_path, m
     assert capsys.readouterr().out.startswith(before) if tokens > 300 else capsys.readouterr().out == ""
 
 
+def test_a_model_that_takes_no_more_than_the_prompt_writes_nothing(shards, tmp_path, monkeypatch, capsys):
+    """Fewer than no tokens were told."""
+    manager = train_gpt.build(tiny_settings(shards, tmp_path, sample_tokens=5), Ranks(0, 1, torch.device("cpu")))
+    monkeypatch.setattr(type(manager.h), "max_tokens", 48)
+    sample.sample_text(manager)
+    assert "3 texts of 0 tokens (not 5: the model takes 48 in all)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "nucleus, kept",
     [*[(n, [2]) for n in (5e-324, 1e-46, 1e-9)], (0.5, [2]), (0.51, [2, 0]), (0.75, [2, 0]), (0.76, [2, 0, 1]), (0.9, [2, 0, 1, 3]), (1, [2, 0, 1, 3])],
