@@ -72,7 +72,7 @@ def with_retries(ask: Callable[[], Result], what: str, arrived: Callable[[], int
                 raise
             if arrived() > before:
                 attempt, before = 1, arrived()
-            reason = one_line(f"{error} {error.__cause__ or ''}") or type(error).__name__
+            reason = one_line(" ".join(dict.fromkeys(f"{x}" for x in (error, error.__cause__) if x))) or type(error).__name__
             if isinstance(error, LASTING) or attempt == ATTEMPTS:
                 tried = f"could not fetch {what} from {constants.ENDPOINT} (attempt {attempt} of {ATTEMPTS})"
                 raise DataError(f"{tried}: {reason}") from error

@@ -43,6 +43,9 @@ from bench.kernel_checks import normal
 from launch import start as launcher
 from sample import load_script
 
+# A run's own process has a file; the program of pytest-xdist's workers, and of multiprocessing's below, has none.
+sys.modules["__main__"].__file__ = getattr(sys.modules["__main__"], "__file__", pytest.__file__)
+
 SCRIPT = ROOT / os.environ.get("SCRIPT", "train_gpt.py")
 train_gpt = sys.modules.get("train_gpt") or load_script(SCRIPT, "train_gpt")
 

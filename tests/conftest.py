@@ -28,7 +28,6 @@ import cpu
 from data.shards import write_shard
 
 # A shell starts its background commands deaf to Ctrl-C and Ctrl-\, nohup to SIGHUP, and they hand that down; the tests send them.
-sys.modules["__main__"].__file__ = getattr(sys.modules["__main__"], "__file__", pytest.__file__)  # a worker's program has none
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
