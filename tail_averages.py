@@ -83,8 +83,8 @@ def average_update(rows: Tensor, mantissa: Tensor | None, average: Tensor, keep:
 class TailAverages:
     """The averages of a run's weights, in the state of its optimizer. An empty table: there are none."""
 
-    def __init__(self, optimizer: Any, table: tuple[Tail, ...], total: int):
-        """optimizer: a NorMuonAndAdam, whose state gets them. total: steps of the run.
+    def __init__(self, optimizer: Any, table: tuple[Tail, ...], total: int, split_step: int = 0):
+        """optimizer: a NorMuonAndAdam, whose state gets them. total: steps of the run; with the update of split_step ties end.
         Raises ValueError for a row of the table that cannot be meant."""
         self.optimizer, self.total, self.tails = optimizer, total, {}
         for tail in table:
@@ -96,6 +96,12 @@ class TailAverages:
             optimizer.state[label] |= initial_averages(label, table, optimizer.shards[label])
             names = self.tails.setdefault(label, {})
             names[f"average_{len(names) + 1}"] = tail
+        for label, name, tail in ((x, name, tail) for x, tails in self.tails.items() for name, tail in tails.items()):
+            if (other := optimizer.table[label].tied_to) and tail.ticks(split_step, total):
+                its = self.tails.get(other, {}).get(name)
+                if its is None or (its.window, its.memory, its.every) != (tail.window, tail.memory, tail.every):
+                    fault = f"TAIL_TABLE, {label}: begins while it is {other}'s, and goes on from {other}'s average"
+                    raise ValueError(f"{fault}: give {other} the same window, memory and every, or a window from the split on")
 
     def ticks(self, step: int) -> dict[str, int]:
         """How many weights each average takes in before `step`, by the table."""

@@ -1073,9 +1073,9 @@ class TrainingManager:
         self.model, self.h = model, h
         self.optimizer = NorMuonAndAdam(model.named_parameters(), param_table(h), SCATTER_ORDER, WORK_ORDER)
         self.optimizer.grad_divisor = h.micro_batches
-        self.tails = TailAverages(self.optimizer, TAIL_TABLE if h.tail_averages else (), h.total_iterations)
+        self.split_step, tails = split_step(h.num_scheduled_iterations), TAIL_TABLE if h.tail_averages else ()
+        self.tails = TailAverages(self.optimizer, tails, h.total_iterations, self.split_step)
         self.own_rows, self.ticks = self.optimizer.own_rows, self.tails.ticks  # by label; before a step
-        self.split_step = split_step(h.num_scheduled_iterations)
         self.windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
         self.yarn_window = self.windows[0]
         self.max_val_doc_len = 0  # tokens: no document of a validation micro-batch is longer; 0: not known
@@ -1249,11 +1249,11 @@ def is_validated(step: int, h: Hyperparameters) -> bool:
 def validate(step: int, manager: TrainingManager, run: Run) -> float:
     """Mean next-token loss of the validation tokens, in nats; meaningless if a signal cuts it short."""
     model, h, ranks = manager.model.eval(), manager.h, run.ranks
+    seed_random(h.seed, step, ranks.rank)  # an idea draws the same after a resumption
     manager.advance_schedule(step)
     share, steps = h.micro_batches // ranks.world_size, h.val_tokens // h.val_batch_tokens  # micro-batches of a batch, batches
     opened = functools.partial(micro_batches, h, ranks, False, max_doc_len=manager.max_val_doc_len)
     batches = run.ahead(opened, share, steps)
-    seed_random(h.seed, step, ranks.rank)  # as forward_backward
     total = torch.zeros((), device=ranks.device)
     for i, batch in enumerate(batches):
         total += model(*to_device(batch, ranks.device), manager.forward_schedule())
@@ -1291,7 +1291,6 @@ def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run
     """This rank's micro-batches of a step: their gradients are pending, their multi-token loss on its way."""
     ranks, schedule, share = run.ranks, manager.current, manager.h.micro_batches // run.ranks.world_size
     tokens, total = schedule.batch_tokens // ranks.world_size, torch.zeros((), device=ranks.device)
-    seed_random(manager.h.seed, step, ranks.rank)  # an idea draws the same after a resumption
     for i, batch in enumerate(itertools.islice(batches, share)):
         loss = manager.model(*to_device(batch, ranks.device), manager.forward_schedule())
         total += loss.detach()
@@ -1316,6 +1315,7 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
                         run.log_validation(step, validate(step, manager, run))
             if step == h.total_iterations:
                 break
+            seed_random(h.seed, step, ranks.rank)  # as validate
             manager.advance_schedule(step)
             forward_backward(step, manager, batches, run)
             run.agree_on_loss(step)  # an infinity or NaN ends the run here, before it reaches the weights

@@ -28,8 +28,10 @@ READ = re.compile(
     r"""(?:\benviron(?:\.\w+\(|\[)|\bgetenv\()\s*(?:key\s*=\s*)?["'](\w+)["']"""
     r"""|["'](\w+)["']\s+(?:not\s+)?in\s+(?:os\.)?environ\b"""
 )
-NOT_LOGGED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+"
-                        r"|(?i:\w*(KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL)\w*)")  # fmt: skip
+IN_QUOTES = re.compile(r"""["'](\w+)["']""")  # so may a script's own, by whatever name os.environ has there
+NUMBER = re.compile(r"[-+.\de]{1,8}")  # no secret, of a name that does not end in such a word: BATCH_TOKENS
+LAUNCHERS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+")
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "AUTH", "CREDENTIAL")
 OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -39,8 +41,9 @@ def settings_text(settings: Any) -> str:
     return f"{type(settings).__name__}({', '.join(fields)})"
 
 
-def machine_facts(device: torch.device, world_size: int, sources: dict[str, str] = {}) -> list[str]:
-    """Versions, devices and variables, a line each; of the sources, texts by name, what they read themselves."""
+def machine_facts(device: torch.device, world_size: int, sources: dict[str, str] = {}, files: dict[str, str] = {}) -> list[str]:
+    """Versions, devices and variables, a line each; of the sources, texts by name, what they read themselves, and of the files
+    that they have read the checksums, by name."""
     cpus, triton = Path("/proc/cpuinfo"), sys.modules.get("triton")
     name = re.search(r"^model name\s*: (.+)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
     cpu = name[1] if name else platform.processor() or "unknown"
@@ -52,14 +55,22 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
     given = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name) and value != OURS.get(name)}
     given |= {"LD_PRELOAD": re.sub(r"[^\s:]*/", "", given["LD_PRELOAD"])} if "LD_PRELOAD" in given else {}
     names = {name for text in sources.values() for found in READ.findall(text) for name in found}
-    read = names & os.environ.keys() - given.keys()
-    own = {name: os.environ[name] for name in sorted(read) if not NOT_LOGGED.fullmatch(name)}
+    beside = {os.path.dirname(name) for name in [*sources][:1]}  # the script, which is the first
+    names |= {name for file, text in sources.items() if os.path.dirname(file) in beside for name in IN_QUOTES.findall(text)}
+    read = sorted((name, os.environ[name]) for name in names & os.environ.keys() - given.keys())
+    own = {name: value for name, value in read if value != OURS.get(name) and is_logged(name, value)} | files
     told = {  # without paths
         kind: ", ".join(f"{name}={value!a}" for name, value in found.items() if "/" not in value)
         for kind, found in (("variables", given), ("read by its sources", own))
     }
     variables = [f"{kind}: {text}" for kind, text in told.items() if text]
     return [f"Python {sys.version}", versions, f"{platform.platform()}, {world_size} ranks", *devices, *variables]
+
+
+def is_logged(name: str, value: str) -> bool:  # none that launchers set, and no secret
+    secret = any(word in name.upper() for word in SECRETS)
+    number = NUMBER.fullmatch(value) and not name.upper().endswith(SECRETS)
+    return not LAUNCHERS.fullmatch(name) and bool(number or not secret)
 
 
 def usable_cores() -> int:

@@ -1,33 +1,42 @@
-"""Nests of dicts: what a manager's state and a checkpoint are."""
+"""Nests of dicts, lists and tuples: what a manager's state and a checkpoint are."""
 
+import io
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 
-DEEPEST = 40  # dicts in one another; a state has some five
+DEEPEST = 40  # of one another; a state has some five
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in a nest of dicts that is not a dict."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, f"{name}.{key}" if name else f"{key}")
-    else:
+    """(dotted name, value) of everything in a nest that holds no more."""
+    if (held := held_by(tree)) is None:
         yield name, tree
+    for key, value in held or ():
+        yield from leaves(value, f"{name}.{key}" if name else f"{key}")
+
+
+def held_by(tree: Any) -> list[tuple[Any, Any]] | None:
+    """(key or place, value) of what a dict, list or tuple holds; None of another value, as a named tuple."""
+    if isinstance(tree, dict):
+        return [*tree.items()]
+    return [*enumerate(tree)] if type(tree) in (list, tuple) else None
 
 
 def check_tree(nest: Any) -> Any:
-    """The nest. Raises ValueError for dicts within themselves, in two places or deeper than any run's: no walk might end."""
-    found = level = [nest] if isinstance(nest, dict) else []
+    """The nest. Raises ValueError for one within itself, in two places or deeper than any run's: no walk might end."""
+    found = level = [nest] if held_by(nest) else []
     for _ in range(DEEPEST):
-        level = [y for x in level for y in x.values() if isinstance(y, dict)]
+        level = [y for x in level for _, y in held_by(x) if held_by(y)]
         found = found + level
         if len({*map(id, found)}) < len(found):
             break
     if level:
-        raise ValueError("dicts within themselves, in two places or too deep, as no run saves them")
+        raise ValueError("dicts or lists within themselves, in two places or too deep, as no run saves them")
     return nest
 
 
@@ -35,7 +44,24 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """The nest with function(tensor) in place of each tensor, and Python's number in place of each of NumPy's."""
     if isinstance(tree, dict):
         return {key: map_tensors(function, value) for key, value in tree.items()}
-    return function(tree) if isinstance(tree, Tensor) else tree.item() if hasattr(tree, "item") else tree
+    if type(tree) in (list, tuple):
+        return type(tree)(map_tensors(function, value) for value in tree)
+    return function(tree) if isinstance(tree, Tensor) else tree.item() if isinstance(tree, numpy.generic) else tree
+
+
+def unreadable(tree: Any) -> list[str]:
+    """What of a nest a checkpoint does not give back: a sentence each. weights_only refuses all but tensors and plain types."""
+    faults = []
+    for name, x in leaves(map_tensors(lambda x: x, tree)):
+        if isinstance(x, Tensor):
+            faults += [f"{name} is sparse"] * (x.layout != torch.strided)
+        elif type(x) not in (bool, int, float, str, type(None)):
+            try:
+                torch.save(x, buffer := io.BytesIO())
+                torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+            except Exception:  # whatever pickle, or the value's own code, makes of it
+                faults.append(f"{name} is a {type(x).__qualname__}")
+    return faults
 
 
 def non_finite(tree: Any) -> list[str]:

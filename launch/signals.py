@@ -16,6 +16,7 @@ from launch.console import RunError, guard_console, leave, tell
 LAUNCHER = "BANKRUN_LAUNCHER"  # in the environment of start.py's ranks: it tells of signals and dead ranks, once for all
 STOP_TIMEOUT = 25.0  # seconds for all ranks to end a step after a signal, less than a launcher's 30
 STEPS_TO_STOP = 4  # or as many times what a step takes, if that is longer
+PAUSE_TO_STOP = 300.0  # seconds for a pause's part between two looks, as a batch of a validation: no step's time tells its own
 BUSY = signal.SIGURG  # from a rank to start.py, which then waits on; what does not know it takes no notice
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: a service manager's to all, and a launcher's copy
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,7 +36,7 @@ class Signals:
         self.received, self.agreed, self.heard_at = 0, 0, 0.0  # a signal's number, one of STOPS; 0: none
         self.pace = 0.0, 1  # seconds that so many steps took
         self.before_end: Callable = lambda: None  # called before a signal ends this process at once
-        self.in_training, self.saving, self.has_peers, parent = False, False, False, os.getppid()
+        self.in_training, self.saving, self.pausing, self.has_peers, parent = False, False, False, False, os.getppid()
         self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
         launched = self.launched or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = parent if launched else None  # the id of the process without which this one ends
@@ -109,10 +110,10 @@ class Signals:
         leave(why, code)
 
     def _await_end(self, number: int) -> None:
-        """Give up on a step that does not end. A checkpoint takes as long as its disk does, and one rank alone as its step:
-        the launcher, which would end them, hears that they go on."""
+        """Give up on a step, or a part of a pause, that does not end. A checkpoint takes as long as its disk does, and one rank
+        alone as its step: the launcher, which would end them, hears that they go on."""
         seconds, steps = self.pace
-        patience = left = max(STOP_TIMEOUT, STEPS_TO_STOP * seconds / steps)
+        patience = left = max(STOP_TIMEOUT, STEPS_TO_STOP * seconds / steps, PAUSE_TO_STOP * self.pausing)
         while left > 0 and self.in_training:
             time.sleep(STOP_TIMEOUT / 25)
             left -= STOP_TIMEOUT / 25

@@ -7,12 +7,15 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import cache_from_source, spec_from_file_location
 from pathlib import Path
 from types import CodeType
 from typing import Any
 from zipimport import zipimporter
+
+from launch.machine import checksum, machine_facts, settings_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTINUED = re.compile(rb"\\(?:\r\n|\r|\n)")
@@ -24,6 +27,7 @@ INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
 STANDARD += map(os.path.realpath, [*STANDARD])
 PACKAGES = {"torch", "torchgen", "functorch", "triton", "numpy", "tiktoken", "huggingface_hub", "flash_attn_interface"}
+READ_OF_A_FILE = 1 << 26  # bytes of one that is no source: of a corpus the begin
 LIBRARIES = tuple(x for path in STANDARD if not f"{ROOT}".startswith(x := f"{path}{os.sep}"))
 
 
@@ -50,9 +54,11 @@ class Sources:
         self.paths: dict[str, Path | None] = {}  # by a module's file, if it is ours: asked once, as there are thousands
         self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
         self.broken: set[Path] = set()  # what Python cannot parse
+        self.opened: set[str] = set()  # names of files that this process has opened to read, whichever they are
         running = getattr(sys.modules.get("__main__"), "__file__", None)
         if running and self.path in places(running):  # no test, tool or notebook
             sys.meta_path.insert(0, self)
+            sys.addaudithook(self._note_opened)
 
     def imported(self) -> dict[str, str]:
         """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported.
@@ -100,6 +106,34 @@ class Sources:
         if foreign := self in sys.meta_path and self._foreign(texts):  # no test
             raise ValueError(f"{foreign}, which no log would hold: move it beside the script, or install it as a package, without -e")
         return texts
+
+    def _note_opened(self, event: str, given: tuple) -> None:
+        if event == "open" and isinstance(given[0], str) and not (given[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+            self.opened.add(given[0])
+
+    def read(self, settings: Any) -> dict[str, str]:
+        """A checksum of each file that the run has read by now, as its script's configuration, by its name: of those beside or
+        below the script, in the project, or with a relative name; not of sources, data, logs, checkpoints and installed packages."""
+        own = (getattr(settings, name, "") for name in ("data", "log_dir", "resume"))
+        others = (sys.prefix, sys.base_prefix, *map(os.environ.get, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")))
+        left, found = {Path(x).resolve() for x in (*own, *others) if x}, {}
+        for name in sorted(self.opened):
+            path = Path(name).resolve()
+            near = [folder for folder in (self.path.parent, ROOT) if path.is_relative_to(folder)]
+            inside = path.relative_to(near[0]) if near else Path(name)
+            hidden = any(part.startswith(".") and part != ".." for part in inside.parts) or INSTALLED.search(f"{path}")
+            if inside.is_absolute() or hidden or path.suffix in (".py", ".pyc") or left & {path, *path.parents}:
+                continue
+            with suppress(OSError):  # it has gone, or is no longer to be read
+                if path.is_file():
+                    with open(path, "rb") as file:
+                        found[f"{inside}".encode("unicode_escape").decode()] = checksum(file.read(READ_OF_A_FILE))
+        return found
+
+    def facts(self, texts: dict[str, str], ranks: Any, settings: Any, more: list[str]) -> list[str]:
+        """The log's environment, a line each: machine, what the sources of these texts read, more, script and settings."""
+        machine = machine_facts(ranks.device, ranks.world_size, texts, self.read(settings))
+        return [*machine, *more, f"{self.script} {settings_text(settings)}"]
 
     def taken_by(self, other: Path) -> str:
         """What is told of another script that runs this one's main()."""
@@ -351,7 +385,10 @@ def holds_run(log: Path) -> bool:
     end = b"\n" + b"=" * 100 + b"\n"
     with open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(end)))
-        return file.read() != end
+        if file.read() != end:
+            return True
+        file.seek(0)  # an idea may write such lines: a header ends with the environment
+        return not file.read().removesuffix(end).rpartition(end)[2].startswith(b"Python ")
 
 
 def python_files(root: Path) -> list[Path]:

@@ -361,7 +361,10 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         return asked or usual_ranks(gpus, 8), options
     check_plain(script.Hyperparameters, script.PRESETS)
     check_defaults(settings.check_values, script.Hyperparameters, script.PRESETS)
-    s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
+    try:
+        s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
+    except RuntimeError as error:  # of settings that change when they are copied
+        raise LaunchError(f"{error}", 1) from None
     check_cache("TORCHINDUCTOR_CACHE_DIR")
     if gpus:
         check_cache("TRITON_CACHE_DIR")

@@ -7,22 +7,27 @@ from the manager and from the script's own modules is compared before and after 
 import array
 import contextlib
 import functools
+import gc
 import heapq
 import itertools
+import operator
 import random
 import sys
+import warnings
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from numbers import Number
 from pathlib import PurePath
-from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from launch.machine import check_buffers, checksum, checksums
-from launch.nests import leaves
+from launch.nests import leaves, unreadable
 from launch.sources import Sources
 
 PROJECT = {"attention", "cpu", "data", "launch", "no_triton", "runtime", "sample", "tail_averages", "tracer", "triton_kernels"}
@@ -68,6 +73,11 @@ def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
     foreign = isinstance(x, FunctionType | type) and x.__module__ not in own
     if foreign or isinstance(x, ModuleType | Sources | torch.Tensor):
         return []
+    if isinstance(x, GeneratorType):
+        at = x.gi_frame.f_lasti if x.gi_frame else "its end"
+        return [(" at", at), *((f".{name}", y) for name, y in (x.gi_frame.f_locals if x.gi_frame else {}).items())]
+    if isinstance(x, Iterator) and type(x).__module__ in ("builtins", "itertools"):  # no attribute tells where it is
+        return [(f" part {i}", y) for i, y in enumerate(place_of(x))]
     attributes = {**(vars(x) if hasattr(x, "__dict__") else {})}
     attributes |= {name: getattr(x, name) for name in slots_of(type(x)) if hasattr(x, name)}
     left = SET_IN_EACH_STEP if "grad_divisor" in attributes else ()
@@ -77,6 +87,13 @@ def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
     if isinstance(x, FunctionType) and x.__globals__.get("__name__") in own:
         parts += kept_by(x)
     return parts
+
+
+def place_of(iterator: Iterator) -> list[Any]:
+    """What makes one of Python's own iterators anew where it is; as far as that can be seen, if Python does not tell."""
+    with contextlib.suppress(TypeError), warnings.catch_warnings(action="ignore"):
+        return [*iterator.__reduce__()]
+    return [f"{iterator!r}", operator.length_hint(iterator), *gc.get_referents(iterator)]
 
 
 def kept_by(function: FunctionType) -> list[tuple[str, Any]]:
@@ -117,7 +134,7 @@ def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
     own = {module.__name__ for module in modules.values()}
     roots = [("manager", manager), *(
         (f"{name}.{x}", y) for name, module in modules.items() for x, y in vars(module).items() if named(x))]  # fmt: skip
-    found, seen, numbers = {}, set(), itertools.count()
+    found, seen, numbers = {}, {}, itertools.count()  # seen holds its values: another has none of their ids
     left = [(1, next(numbers), *root) for root in roots]  # a heap: small containers first, so that no corpus hides what follows
     while left and len(found) + len(seen) < MOST:
         size, _, name, x = heapq.heappop(left)
@@ -125,27 +142,45 @@ def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
             if text := "" if any(x is y for y in SEEDED) else told_apart(x):
                 found[name] = text
             elif id(x) not in seen and len(left) < 2 * MOST:
-                seen.add(id(x))
+                seen[id(x)] = x
                 parts = parts_of(x, own)
                 for part, y in parts:
                     heapq.heappush(left, (size * (1 + len(parts) // FEW), next(numbers), f"{name}{part}", y))
     return found
 
 
-def check_names(manager: Any) -> None:
-    """Raise ValueError for state that state_dict gives and layout does not tell of, or the other way: no checkpoint could be
-    resumed."""
-    states = ({**state, "partial": {}} for state in (manager.state_dict(), manager.layout(0)))
-    given, told = ({name for name, _ in leaves(state)} for state in states)
+def check_names(manager: Any, numbers: bool = True) -> None:
+    """Raise ValueError for state that state_dict gives and layout does not tell of, or the other way, and for values that no
+    checkpoint gives back: none could be resumed. numbers: the manager's model has some; of meta a state may not be had."""
+    try:
+        with Uncopied():
+            state = manager.state_dict()
+    except (NotImplementedError, RuntimeError):
+        if numbers:
+            raise
+        return
+    given, told = ({name for name, _ in leaves({**x, "partial": {}})} for x in (state, manager.layout(0)))
     if other := sorted(given ^ told):
         fault = f"{other[0]} is in {'state_dict' if other[0] in given else 'layout'} alone of {type(manager).__name__}"
         raise ValueError(f"{fault}: what a checkpoint shall hold goes into _arrange, which both take it from")
+    if odd := unreadable(state):
+        advice = "give tensors, numbers, texts, and dicts, lists or tuples of them"
+        raise ValueError(f"{odd[0]}, of {type(manager).__name__}'s state: no checkpoint could be read again: {advice}")
+
+
+class Uncopied(TorchFunctionMode):
+    """Tensors stay where they are: for their names alone, as of a model on meta, which has no numbers to copy."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        stays = function in (Tensor.to, Tensor.cpu, Tensor.clone)
+        return args[0] if stays else function(*args, **kwargs or {})
 
 
 def warm_up_traces(buffers: dict[str, str], outside: dict[str, str], manager: Any, sources: Sources) -> str:
     """What to tell, if the warm-up has left traces outside of what a checkpoint holds. outside: what kept_outside gave before.
-    Raises ValueError, naming them, for the model's buffers."""
+    Raises ValueError, naming them, for the model's buffers, and as check_names does."""
     check_buffers(buffers, manager.live_tensors().get("buffers", {}))
+    check_names(manager)
     now = kept_outside(manager, sources)
     changed = [name for name in {**now, **outside} if now.get(name) != outside.get(name)]
     if not changed:

@@ -136,7 +136,8 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             file.write(b"probe")
-        if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free):
+        left = sum(x.lstat().st_blocks * 512 for x in folder.glob("step_*.pt.tmp"))  # by a killed save: the next drops it
+        if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free + left):
             fault = f"{files} checkpoints need {size:,} bytes, {free:,} are free: make room or lower --keep_checkpoints"
     except OSError as error:  # a full disk names no file
         fault = f"cannot be written: {reason(error)}: see to it, or give another --log_dir"
@@ -152,7 +153,9 @@ def whole_state(manager: Any, ranks: Ranks) -> dict[str, Any]:
     state = manager.state_dict()
     ranks.check_same({name: f"{x}" for name, x in leaves(state) if not isinstance(x, Tensor)})
     sharded = map_tensors(lambda x: torch.cat(ranks.collect(x) or [x]), state["sharded"])
-    parts = {label: ranks.collect(x) for label, x in sorted(state["partial"].items())}
+    lacking = set().union(*ranks.gather([*state["partial"]])) - {*state["partial"]}  # here, as after a branch by chance
+    zeros = {label: torch.zeros_like(manager.layout(None)["partial"][label], device="cpu") for label in lacking}
+    parts = {label: ranks.collect(x) for label, x in sorted((state["partial"] | zeros).items())}
     each = range(ranks.world_size if ranks.first else 0)
     return {**state, "sharded": sharded, "partial": {rank: {label: x[rank] for label, x in parts.items()} for rank in each}}
 
@@ -199,7 +202,7 @@ def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) ->
     step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
     raise_if(path, [] if 0 <= step <= total else [f"step is {step}, must be 0 to {total}"])
     faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]
-    ranks, layout = (parts if isinstance(parts, dict) else {}) or {0: {}}, manager.layout(None)
+    ranks, layout = (parts if isinstance(parts, dict) else {}) or {0: {}}, map_tensors(lambda x: x, manager.layout(None))
     pending = {x: layout["partial"][x] for x, _ in leaves(ranks.get(0)) if x in layout["partial"]}  # an idea may step otherwise
     raise_if(path, faults + differences(state, {**layout, "partial": dict.fromkeys(range(len(ranks)), pending)}, "state."))
     rules = (

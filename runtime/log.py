@@ -59,7 +59,7 @@ class Log:
     def write(self, text: str, console: bool = False) -> None:  # a line of the log
         if self.quiet:
             return
-        self.lines.append(f"{text}\n")
+        self.lines.append(encoded(f"{text}\n").decode())  # as a checkpoint compares it with the file
         self.unwritten += encoded(self.lines[-1])
         try:
             self._put()

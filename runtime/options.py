@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, get_type_hints
 
-from launch.console import OptionParser, not_empty
+from launch.console import OptionParser, RunError, not_empty
 
 # Settings that say what is written, and where: they do not make another run.
 OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "trace_steps"})
@@ -63,7 +63,10 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
         how = dict(type=taken.get(kind, kind if callable(kind) else str), metavar=getattr(kind, "__name__", f"{kind}").upper())
         parser.add_argument(f"--{field.name}", **how, default=argparse.SUPPRESS, help=meaning)
     given = vars(parser.parse_args(argv))
-    return settings(**{**presets[given.pop("preset")], **given})
+    found = settings(**{**presets[given.pop("preset")], **given})
+    if other := [x for x, value in vars(dataclasses.replace(found)).items() if f"{value!r}" != f"{getattr(found, x)!r}"]:
+        raise RunError(f"the setting {other[0]} changes when settings are copied, as by __post_init__: derive it where it is used")
+    return found
 
 
 def boolean(text: str) -> bool:  # argparse type

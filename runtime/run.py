@@ -19,8 +19,8 @@ import torch.distributed as dist
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
 from launch.console import RunError, Stopped, encoded, tell
-from launch.machine import apart, checksum, checksums, machine_facts, peak_memory, settings_text
-from launch.nests import differences, non_finite
+from launch.machine import apart, checksum, checksums, peak_memory
+from launch.nests import differences, map_tensors, non_finite
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
 from launch.unsaved import check_names, kept_outside, warm_up_traces
@@ -76,11 +76,11 @@ class Run:
         new = s.resume == checkpoints.LATEST and {*checkpoints.checkpoints(path.parent)} - {*there}
         ranks.raise_together(RunError(f"run {s.run_id} has saved a checkpoint meanwhile: start again") if new else None)
         ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path, s) if ranks.first else (str,))
-        self.layout, self.outside = manager.layout(1), kept_outside(manager, self.sources)
+        self.layout, self.outside = map_tensors(lambda x: x, manager.layout(1)), kept_outside(manager, self.sources)  # copies
         room = checkpoints.check_room, self.folder, self.layout, ranks.world_size, s.keep_checkpoints
         ranks.on_all(*(*room, len(self.saved_steps)) if ranks.first and s.save_every else (str,))
         facts.append("shards: " + ", ".join(f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text))
-        facts = [*machine_facts(ranks.device, ranks.world_size, self.logged), *facts, f"{self.sources.script} {settings_text(s)}"]
+        facts = self.sources.facts(self.logged, ranks, s, facts)
         header = resumption_note(path, saved, self.logged, facts) if s.resume else log_header(self.logged, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))
@@ -151,11 +151,13 @@ class Run:
         """The clock stands. Saves if that is due; stops the run, before or after the block, once all ranks agreed to."""
         self._write_pending()
         self.clock.stop()
+        self.signals.pausing = True
         if step in self.saved_steps and not self.signals.agreed:
             self._save(step)
         self._stop_if_agreed(step)
         yield
         self._stop_if_agreed(step)
+        self.signals.pausing = False
         self.clock.start()
 
     def _stop(self) -> int:
@@ -258,7 +260,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> None:
             manager = script.build(s, Ranks(0, world_size, place))
     finally:
         dist.destroy_process_group()
-    large or check_names(manager)  # of meta no state can be copied
+    check_names(manager, numbers=not large)
     run_id, path, first = s.run_id, None, 0
     if s.resume:
         path, saved = checkpoints.find_checkpoint(s.resume, s.log_dir, s.run_id)

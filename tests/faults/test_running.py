@@ -196,6 +196,16 @@ def test_what_a_console_cannot_show_is_replaced(shards, tmp_path, monkeypatch, e
     assert "step:8/8 val_loss" in printed and printed.count("⟫" if encoding == "utf-16" else "?") >= 2
 
 
+def test_a_line_that_utf8_does_not_have_keeps_checkpoints_usable(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """The log held escapes, the checkpoint the line itself: "is not the log of the checkpoint's run"."""
+    validate = train_gpt.validate
+    monkeypatch.setattr(train_gpt, "validate", lambda *given: given[2].log.write("nv\udcff: read") or validate(*given))
+    main(options(shards, tmp_path, save_every=4))
+    assert "nv\\udcff: read" in lines_of(tmp_path / "logs" / "run.txt")
+    main(options(shards, tmp_path, save_every=4, resume="latest"))
+    main(options(shards, tmp_path, save_every=4, resume=tmp_path / "logs" / "run" / "step_000004.pt"))
+
+
 def test_names_that_are_no_text_do_not_end_a_run(shards, tmp_path, no_warm_up):
     """Bytes that are not UTF-8, in the logs' folder: the log escapes them."""
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
@@ -750,6 +760,26 @@ def test_a_run_that_ended_before_its_first_line_keeps_no_name(shards, tmp_path, 
     assert is_whole(log)
     ends_with(capsys, options(shards, tmp_path), "run.txt is another run's log: move it, or give another --run_id", 1)
     assert is_whole(log)
+
+
+def test_a_log_that_ends_in_an_ideas_own_rule_is_not_written_over(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """It was taken for the header of a run that had not begun."""
+    validate, log = train_gpt.validate, tmp_path / "logs" / "run.txt"
+
+    def with_a_table(step, manager, run):
+        loss = validate(step, manager, run)
+        run.log.write("=" * 100)
+        if step > 0:
+            raise KeyError("a bug")
+        return loss
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(train_gpt, "validate", with_a_table)
+        main(options(shards, tmp_path))
+    text = log.read_text()
+    assert text.endswith("=" * 100 + "\n") and "step:4/8 train_time" in text
+    ends_with(capsys, options(shards, tmp_path), "run.txt is another run's log: move it, or give another --run_id", 1)
+    assert log.read_text() == text
 
 
 @pytest.mark.parametrize("odd", ["FIFO", "folder", "dangling link", "text", "empty"])

@@ -289,6 +289,8 @@ def test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ra
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, free - 1))
     with pytest.raises(OSError, match=f"3 checkpoints need {free:,} bytes, {free - 1:,} are free: make room or lower"):
         checkpoints.check_room(tmp_path, layout, 2, 2, 5)
+    (tmp_path / "step_000004.pt.tmp").write_bytes(b"x" * 9000)  # of a save that was killed: the next one drops it
+    checkpoints.check_room(tmp_path, layout, 2, 2, 5)
     free = 1
     checkpoints.check_room(tmp_path, layout, 2, 2, 0)  # of a run at its end, which saves nothing: it could not be resumed
 
@@ -571,6 +573,15 @@ def test_a_default_outside_of_its_limits_is_told_as_the_scripts(start, shards, t
     code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
     told = "and what the script gives is not: change that, or the limits in its row, as setting(0.0, …, least=0)"
     assert (code, started) == (1, ()) and re.fullmatch(f"idea.py: error: {DEFAULTS[field]}, {re.escape(told)}", lines[-1]), lines
+
+
+def test_settings_that_change_when_they_are_copied_are_told_before_the_ranks_start(start, shards, tmp_path):
+    line = "    seed: int = setting("
+    made = "    def __post_init__(self):\n        self.muon_lr_mul *= 0.5\n\n"
+    (tmp_path / "idea.py").write_text(SCRIPT.read_text().replace(line, f"{made}{line}"))
+    code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
+    said = "idea.py: error: the setting muon_lr_mul changes when settings are copied, as by __post_init__: derive it where it is used"
+    assert (code, started) == (1, ()) and lines[-1] == said, lines
 
 
 TAKEN = {

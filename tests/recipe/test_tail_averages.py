@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,7 +100,7 @@ ROWS = {label: replace(PARAM_TABLE[label], **{} if label in BANKS else {"tied_to
 ROWS["gate"] = PARAM_TABLE["attn_gate_bank"]
 TABLE = (
     Tail("lm_head", 0.9, 0.4, every=2, blend=(0.65,)),
-    Tail("embed", 0.5, 0.3, every=1, blend=(0.25,)),
+    Tail("embed", 0.9, 0.4, every=2, blend=(0.25,)),
     Tail(VALUES[0], 0.7, 0.2, every=2, keep_norm=False),
     Tail("attn", 0.7, 0.25, every=2, blend=(0, 0.3, 1, 0.8)),
     Tail("attn", 0.95, 0.6, every=3, blend=(0.5, 0.4, 0.3, 0.2)),
@@ -265,6 +266,23 @@ def test_an_average_that_begins_before_the_split_is_the_heads_transposed() -> No
         assert bool(state["embed"]["average_1"].any()) == (step > 0)
 
 
+@pytest.mark.parametrize("table, holds", [
+    ([Tail("embed", 0.9, 0.2, 2)], False),
+    ([Tail("embed", 0.9, 0.2, 2), Tail("lm_head", 0.9, 0.1, 2)], False),
+    ([Tail("lm_head", 0.2, 0.2, 2), Tail("embed", 0.9, 0.2, 2)], False),
+    ([Tail("lm_head", 0.9, 0.2, 2, (0.5,)), Tail("embed", 0.9, 0.2, 2, keep_norm=False)], True),
+    ([Tail("lm_head", 0.9, 0.2, 2), Tail("embed", 0.1, 0.1, 1)], True),
+    ([Tail("embed", 0.1, 0.1, 1)], True),
+])  # fmt: skip
+def test_an_average_of_embed_from_before_the_split_is_refused_unless_it_is_the_heads(
+    monkeypatch: pytest.MonkeyPatch, table: list[Tail], holds: bool
+) -> None:
+    """It took in zeros, and at the split the head's average, which may not have begun, replaced it in silence."""
+    monkeypatch.setattr(train_gpt, "TAIL_TABLE", (*table,))
+    with nullcontext() if holds else pytest.raises(ValueError, match="^TAIL_TABLE, embed: begins while it is lm_head's"):
+        TrainingManager(tiny_gpt(), short_schedule(tail_averages=True))
+
+
 @pytest.mark.parametrize("tail, message", [
     (Tail("ve9", 0.5, 0.1, 2), "there is no parameter 've9'"),
     (Tail("embed", 0.0, 0.1, 2), "embed: window must be above 0 and at most 1"),
@@ -293,7 +311,7 @@ def test_averages_are_in_full_precision_and_only_of_the_tables_parameters() -> N
 STEPS = 8
 END, LAST = f"step_{STEPS:06d}.pt", f"step_{STEPS - 1:06d}.pt"
 BF16 = dict(dtype="bfloat16", batch_unit=16)  # half the tokens: a CPU without units for bf16 takes long for each
-WIDE = tuple(tail._replace(window=0.8, memory=0.4, every=1 + (i % 2)) for i, tail in enumerate(TAIL_TABLE))
+WIDE = tuple(tail._replace(window=0.8, memory=0.4, every=1 + i // 2 % 2) for i, tail in enumerate(TAIL_TABLE))
 
 
 @pytest.fixture(scope="module")

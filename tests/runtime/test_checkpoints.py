@@ -11,8 +11,11 @@ import shutil
 import signal
 import time
 import zipfile
+from collections import deque
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -170,8 +173,69 @@ def test_an_idea_with_state_of_its_own_resumes_if_its_layout_tells_of_it(shards,
     assert ends == [16, 16]
     monkeypatch.setattr(train_gpt, "TrainingManager", Half)
     fault = "same.seen is in state_dict alone of Half: what a checkpoint shall hold goes into _arrange, which both take it from"
+    large = dict(bigram_rows=1 << 20)  # looked at without its numbers
+    for more in ({}, large):
+        with pytest.raises(ValueError, match=fault):
+            check_start(train_gpt, tiny_settings(shards, tmp_path, run_id="half", **more), 1)
+    ends_with(capsys, options(shards, tmp_path, run_id="half"), fault, 1)  # before its first step, also by hand
+    assert "step:" not in lines_of(tmp_path / "logs" / "half.txt")
+
+
+class Now(NamedTuple):
+    fast: float = 1.0
+
+
+@pytest.mark.parametrize("value", [Now(), deque([1.0]), Fraction(1, 2), np.zeros(3), np.zeros(1), [Path("x")], {"x": {range(3)}}])
+def test_a_value_that_no_checkpoint_gives_back_is_told_before_the_first_step(shards, tmp_path, monkeypatch, capsys, value):
+    """All checkpoints were written, the run ended well, and none could be read."""
+    keep(monkeypatch, value)
+    kind = type(*value) if type(value) is list else type(next(iter(value.values()))) if type(value) is dict else type(value)
+    fault = rf"same\.kept\S* is a {kind.__name__}, of .*Keeping's state: no checkpoint could be read again: give tensors, numbers"
     with pytest.raises(ValueError, match=fault):
-        check_start(train_gpt, tiny_settings(shards, tmp_path, run_id="half"), 1)
+        check_start(train_gpt, tiny_settings(shards, tmp_path, bigram_rows=1 << 20), 1)
+    ends_with(capsys, options(shards, tmp_path), fault, 1)
+    assert "step:" not in lines_of(tmp_path / "logs" / "run.txt")
+
+
+@pytest.mark.parametrize("value", [[np.float64(2)], (1, [2.0, None]), {1, 2}, b"x", torch.float32, {"x": np.int64(3)}])
+def test_plain_values_are_given_back(shards, tmp_path, monkeypatch, no_warm_up, value):
+    keep(monkeypatch, value)
+    main(options(shards, tmp_path, save_every=4))
+    assert read_checkpoint(tmp_path / "logs" / "run" / END)["state"]["same"]["kept"] == value
+    main(options(shards, tmp_path, save_every=4, resume="latest"))
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    class Keeping(TrainingManager):
+        def _arrange(self, *given):
+            state = super()._arrange(*given)
+            return state | {"same": state["same"] | {"kept": value}}
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Keeping)
+
+
+def test_a_dict_of_an_idea_that_changes_its_kinds_ends_the_run_at_its_first_save(shards, tmp_path, monkeypatch, capsys):
+    """It was compared with itself: checkpoints were written, and none could be resumed."""
+    stats, forward_backward = {"best": None}, train_gpt.forward_backward
+    keep(monkeypatch, stats)
+    monkeypatch.setattr(train_gpt, "forward_backward", lambda *given: stats.update(best=0.5) or forward_backward(*given))
+    ends_with(capsys, options(shards, tmp_path, save_every=3), "state.same.kept.best is float, here NoneType: updates must keep", 1)
+    assert not [*(tmp_path / "logs" / "run").glob("*.pt")]
+
+
+def test_a_schedule_by_chance_resumes_to_the_same_bits(shards, tmp_path, monkeypatch, no_warm_up):
+    """Windows that vary: they were drawn by the step before."""
+
+    class Varied(TrainingManager):
+        def advance_schedule(self, step):
+            super().advance_schedule(step)
+            self.current = self.current._replace(short_window=self.current.short_window * random.choice((1, 2, 3)))
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Varied)
+    one, two = tmp_path / "one", tmp_path / "two"
+    main(options(shards, one, save_every=1, keep_checkpoints=9))
+    main(options(shards, two, save_every=8, resume=one / "logs" / "run" / "step_000005.pt"))
+    assert unequal(*(read_checkpoint(folder / "logs" / "run" / END)["state"] for folder in (one, two))) == []
 
 
 def test_numpys_numbers_in_a_schedule_are_saved_as_pythons(shards, tmp_path, monkeypatch, no_warm_up):

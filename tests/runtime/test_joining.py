@@ -297,6 +297,23 @@ def test_a_number_that_is_none_yet_is_the_same_on_all_ranks(run_ranks, shards, t
     assert run_ranks(2, no_numbers, shards, tmp_path) == [True, True]
 
 
+def test_gradients_that_one_rank_lacks_are_put_together_by_label(run_ranks, shards, tmp_path):
+    """As after a branch that an idea drops by chance: the others' went into the checkpoint by a label of another, or all hung."""
+    one, two = run_ranks(2, pending_of_some, shards, tmp_path)
+    assert one == {0: {"attn": 1.0, "embed": 1.0, "mlp": 0.0}, 1: {"attn": 2.0, "embed": 0.0, "mlp": 2.0}} and two == {}
+
+
+def pending_of_some(rank: int, world_size: int, shards: Path, folder: Path) -> dict:
+    ranks = Ranks(rank, world_size, torch.device("cpu"))
+    manager = train_gpt.build(tiny_settings(shards, folder), ranks)
+    params = manager.optimizer.params
+    for label in ("attn", ("embed", "mlp")[rank]):
+        params[label].grad = torch.full_like(params[label], 1.0 + rank)
+    parts = whole_state(manager, ranks)["partial"]
+    assert all(x.shape == params[label].shape for part in parts.values() for label, x in part.items())
+    return {at: {label: x.double().mean().item() for label, x in part.items()} for at, part in parts.items()}
+
+
 def no_numbers(rank: int, world_size: int, shards: Path, folder: Path) -> bool:
     ranks = Ranks(rank, world_size, torch.device("cpu"))
     manager = train_gpt.build(tiny_settings(shards, folder), ranks)

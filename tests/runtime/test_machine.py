@@ -28,7 +28,14 @@ def test_variables_that_the_sources_read_are_told(monkeypatch):
     other += """\nhigh = 0.5 if "FLAG" in os.environ else 0.1; low = 'OTHER' not in environ"""
     told = machine_facts(torch.device("cpu"), 1, {"idea.py": script, "mine.py": other})
     assert [line for line in told if line.startswith("read by")] == ["read by its sources: DEPTH='1.5', FLAG='1.5', LR='1.5', NAMED='1.5', OTHER='1.5'"]
-    assert not [line for line in machine_facts(torch.device("cpu"), 1, {"idea.py": "x"}) if line.startswith("read by")]
+    for name, value in {"BATCH_TOKENS": "16384", "HF_TOKENS": "hf_abc"}.items():
+        monkeypatch.setenv(name, value)
+    alias = "env = os.environ\nN = 'LR'; env.get (\"DEPTH\"), environb[b'FLAG'], env['BATCH_TOKENS'], env['HF_TOKENS'], env['RANK']"
+    told = machine_facts(torch.device("cpu"), 1, {"ideas/idea.py": "x", "ideas/mine.py": alias, "launch/other.py": "'OTHER'"})
+    assert [x for x in told if x.startswith("read by")] == ["read by its sources: BATCH_TOKENS='16384', DEPTH='1.5', FLAG='1.5', LR='1.5'"]
+    ours = 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")'  # launch/'s own
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert not [line for line in machine_facts(torch.device("cpu"), 1, {"idea.py": "x", "a.py": ours}) if line.startswith("read by")]
 
 
 def test_variables_that_make_a_run_slower_are_told(monkeypatch):

@@ -9,6 +9,7 @@ import types
 import pytest
 
 from common import ends_with, options, tiny_settings
+from launch.console import RunError
 from runtime.options import check_values, parse_options, setting
 from train_gpt import PRESETS, Hyperparameters, main
 
@@ -163,6 +164,20 @@ class Settings:
     with pytest.raises(SystemExit):
         parse_options(module.Settings, {"record": {}}, "record", ["--steps=many"])
     assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_settings_that_change_when_they_are_copied_are_refused():
+    """The run trained on one batch, and its log and rate were those of the batch after."""
+
+    @dataclasses.dataclass
+    class Settings(Hyperparameters):
+        def __post_init__(self):
+            self.batch_unit *= 2
+
+    with pytest.raises(RunError, match="^the setting batch_unit changes when settings are copied, as by __post_init__: derive"):
+        parse_options(Settings, PRESETS, "demo", [])
+    Settings.__post_init__ = lambda self: setattr(self, "batch_unit", max(self.batch_unit, 512))
+    assert parse_options(Settings, PRESETS, "demo", ["--batch_unit=1"]).batch_unit == 512
 
 
 @pytest.mark.parametrize("texts, meant", [(("true", "True", "1"), True), (("false", "FALSE", "0"), False)])

@@ -227,6 +227,33 @@ def test_a_checkpoint_takes_as_long_as_it_takes(tmp_path, monkeypatch):
     assert "step 3 False\n" in said and said.endswith("the step did not end within 0 s: another rank has died or hangs\n")
 
 
+def test_a_batch_of_a_validation_has_the_time_of_a_collective(tmp_path, monkeypatch):
+    """It takes longer than steps do: two healthy ranks left without saving, and named each other."""
+    monkeypatch.setattr(signals, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(signals, "PAUSE_TO_STOP", 2.0)
+
+    def slow_validation() -> None:
+        with Signals() as heard:
+            heard.in_training = heard.has_peers = heard.pausing = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+            print("validated", flush=True)
+            time.sleep(50)
+
+    assert exit_code(forked(slow_validation, tmp_path / "output"), 10) == 143
+    said = text_of(tmp_path / "output")
+    assert "validated\n" in said and said.endswith("the step did not end within 2 s: another rank has died or hangs\n")
+
+
+def test_a_run_is_in_a_pause_while_it_validates(shards, tmp_path, monkeypatch, no_warm_up):
+    seen, validate, forward_backward = [], train_gpt.validate, train_gpt.forward_backward
+    note = lambda run, name: seen.append((name, run.signals.pausing))
+    monkeypatch.setattr(train_gpt, "validate", lambda *given: note(given[2], "validation") or validate(*given))
+    monkeypatch.setattr(train_gpt, "forward_backward", lambda *given: note(given[3], "step") or forward_backward(*given))
+    train_gpt.main(options(shards, tmp_path))
+    assert {*seen} == {("validation", True), ("step", False)}
+
+
 def left_behind(work: Callable[[], None]) -> Signals:
     with Signals() as signals:
         work()

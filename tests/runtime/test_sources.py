@@ -1,6 +1,8 @@
 """The log holds every source that took part, exactly; what is extracted from it runs to the same bits. ./run.sh starts it."""
 
+import ast
 import importlib
+import json
 import os
 import py_compile
 import shlex
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import types
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -569,6 +572,43 @@ def test_a_header_can_be_split_back():
     assert header.split(f"\n{rule}")[1:] == ["\nPython 3\nsettings", ""]
     script, *others = header.split(f"\n{rule}")[0].split(f"\n{banner}\n")
     assert script == "x = 1\r\n\n" and dict(zip(others[::2], others[1::2])) == {"# data/a.py": "", "# runtime/é.py": "'é'"}
+
+
+READS = """
+import dataclasses, json, os, sys, types, torch
+sys.path.insert(0, {root!r})
+from launch.sources import Sources
+sources = Sources(__file__)
+for name in {names!r}:
+    open(name, "rb").read()
+open(os.path.join({folder!r}, "out.json"), "w").write("1")
+os.environ["TRITON_CACHE_DIR"] = os.path.join({folder!r}, "cache")
+Settings = dataclasses.make_dataclass("Settings", ["data", "log_dir", "resume"])
+settings = Settings({shards!r}, os.path.join({folder!r}, "logs"), "")
+print(json.dumps(sources.facts({{"idea.py": "os.environ['LR']"}}, types.SimpleNamespace(device=torch.device("cpu"), world_size=1),
+    settings, ["more"])))
+"""
+
+
+def test_the_files_that_a_script_reads_are_told_by_their_checksums(tmp_path, monkeypatch):
+    """A configuration beside it: runs of two learning rates had one log, and one mean."""
+    folder, elsewhere, stands = tmp_path / "own", tmp_path / "elsewhere", tmp_path / "stands"
+    read = ["config.json", "conf/a.yaml", "shards/x.bin", "logs/a.txt", "cache/b", ".hidden", "mine.py", "site-packages/p.json", "gone"]
+    for path in (*(folder / name for name in read), elsewhere / "far.json", stands / "rel.toml", folder / "unread.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    names = [*(f"{folder / name}" for name in read), f"{elsewhere / 'far.json'}", "rel.toml"]
+    script = READS.format(root=f"{ROOT}", names=names, folder=f"{folder}", shards=f"{folder / 'shards'}")
+    (folder / "idea.py").write_text(script + f"os.remove({names[8]!r})\nprint(sources.read(settings))\n")
+    monkeypatch.setenv("LR", "2")
+    done = subprocess.run([sys.executable, folder / "idea.py"], cwd=stands, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    facts, later = done.stdout.splitlines()
+    crc = lambda name: f"CRC-32 {zlib.crc32(name.encode()):08x}"
+    told = {"conf/a.yaml": crc("a.yaml"), "config.json": crc("config.json"), "gone": crc("gone"), "rel.toml": crc("rel.toml")}
+    (line,) = [fact for fact in json.loads(facts) if fact.startswith("read by")]
+    assert line == f"read by its sources: LR='2', {', '.join(f'{name}={text!r}' for name, text in told.items())}"
+    assert json.loads(facts)[-2] == "more" and ast.literal_eval(later) == {name: told[name] for name in told if name != "gone"}
 
 
 def test_a_log_is_never_written_over(shards, tmp_path, capsys, no_warm_up):

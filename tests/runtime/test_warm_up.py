@@ -109,6 +109,13 @@ class Static:
 add_one = closure()
 
 
+def numbered():
+    at = 0
+    while True:
+        at += 1
+        yield at
+
+
 def put(name, value):
     """Makes manager.NAME = value(manager)."""
     return lambda manager: setattr(manager, name, value(manager))
@@ -129,6 +136,9 @@ KEPT = {  # an idea's own state, by its name in the message: how it is made, and
     "manager.optimizer.norm": (lambda m: setattr(m.optimizer, "norm", 0.5), lambda m: setattr(m.optimizer, "norm", 0.6), "step"),
     "manager.clip.mean": (put("clip", lambda m: Slots()), lambda m: setattr(m.clip, "mean", 0.5), "step"),
     "manager.clip": (put("clip", lambda m: numpy.float32(1)), lambda m: setattr(m, "clip", m.clip / 2), "step"),
+    "manager.coin part": (put("coin", lambda m: itertools.cycle((0, 1, 1))), lambda m: next(m.coin), "step"),
+    "manager.order part": (put("order", lambda m: iter([*range(99)])), lambda m: next(m.order), "step"),
+    "manager.names.at": (put("names", lambda m: numbered()), lambda m: next(m.names), "step"),
     "manager.sum": (put("sum", lambda m: Decimal(1)), lambda m: setattr(m, "sum", m.sum / 2), "step"),
     "manager.seen_ids": (put("seen_ids", lambda m: bytearray(8)), lambda m: m.seen_ids.__setitem__(3, 1), "step"),
     "test_warm_up.listing.seen[0]": (lambda m: None, lambda m: listing(1), "step"),
@@ -177,6 +187,51 @@ def test_state_that_no_checkpoint_holds_is_told(shards, tmp_path, monkeypatch, c
     train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
     said = re.search("^caution: passes or updates change (.*): no checkpoint holds that", capsys.readouterr().out, re.MULTILINE)
     assert said and name in said[1]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_an_average_in_the_state_is_the_first_again(shards, tmp_path, monkeypatch, capsys, kind):
+    """In a list it stayed what the warm-up had made of it, as a copy of the state held the list itself."""
+    first, seen = {}, []
+
+    class Idea(train_gpt.TrainingManager):
+        def __init__(self, *given):
+            super().__init__(*given)
+            held = [x.detach().clone() for x in self.optimizer.params.values()]
+            self.ema = dict(enumerate(held)) if kind is dict else kind(held)
+            self.counts = [0]
+            first.update({i: x.clone() for i, x in enumerate(held)})
+
+        def held(self):
+            return self.ema.values() if kind is dict else self.ema
+
+        def _arrange(self, *given):
+            state = super()._arrange(*given)
+            return state | {"same": state["same"] | {"ema": self.ema, "counts": self.counts}}
+
+        def load_state_dict(self, saved):
+            super().load_state_dict(saved)
+            for mine, x in zip(self.held(), saved["same"]["ema"].values() if kind is dict else saved["same"]["ema"]):
+                mine.copy_(x)
+            self.counts = saved["same"]["counts"]
+
+        def step_optimizers(self, step):
+            if manager_of_run and not seen:
+                seen.append(([x.clone() for x in self.held()], [*self.counts]))
+            super().step_optimizers(step)
+            self.counts.append(step)
+            for mine, x in zip(self.held(), self.optimizer.params.values()):
+                mine.lerp_(x.detach(), 0.1)
+
+    manager_of_run, forward_backward = [], train_gpt.forward_backward
+    monkeypatch.setattr(train_gpt, "TrainingManager", Idea)
+    monkeypatch.setattr(train_gpt, "forward_backward", lambda *given: manager_of_run.append(1) or forward_backward(*given))
+    main(options(shards, tmp_path, save_every=4))
+    (held, counts), = seen
+    assert all(torch.equal(x, first[i]) for i, x in enumerate(held)) and counts == [0]
+    assert "caution" not in capsys.readouterr().out
+    end = read_checkpoint(tmp_path / "logs" / "run" / "step_000008.pt")["state"]["same"]
+    assert end["counts"] == [0, *range(8)] and type(end["ema"]) is kind
 
 
 def test_a_module_of_an_idea_is_looked_at(shards, tmp_path):
