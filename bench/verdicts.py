@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "records"))
-sys.path.append(str(ROOT))
+sys.path[:0] = [str(ROOT / "records"), str(ROOT)]  # a launch of PYTHONPATH, as ROS has one, is another's
 from launch.environment import go_on
 
 if __name__ == "__main__":

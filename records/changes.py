@@ -27,7 +27,8 @@ def changed(baseline: Group, group: Group) -> str:
             whose = "" if log is b else f"{baseline.name} was "
             pieces.append(f"{whose}resumed with changed source, {plural(lines, 'line')} of difference")
     pieces += [f"{name} {before} → {after}" for name, before, after in environment_differences(baseline, group)]
-    return f"{group.name} changes: {'; '.join(pieces) or 'nothing: the same sources, settings and environment'}"
+    firsts = " (sources: of the first runs)" if any(len(side.of_each_source) > 1 for side in (baseline, group)) else ""
+    return f"{group.name} changes{firsts}: {'; '.join(pieces) or 'nothing: the same sources, settings and environment'}"
 
 
 def same_sources(a: RunLog, b: RunLog) -> bool:

@@ -35,6 +35,14 @@ class Group:
         return [run.loss for run in self.runs]
 
     @property
+    def of_each_source(self) -> list[RunLog]:
+        """The first run of each kind of sources: one, but with --any-source."""
+        firsts: dict[tuple, RunLog] = {}
+        for run in self.runs:
+            firsts.setdefault(kind(run)["sources"], run)
+        return [*firsts.values()]
+
+    @property
     def logs(self) -> list[RunLog]:
         """All of them: the runs, then what was set aside."""
         return [*self.runs, *(log for log, _ in self.aside)]
@@ -154,7 +162,7 @@ def choose(name: str, argument: str, logs: list[RunLog], any_source: bool) -> Gr
         raise InputError(several_kinds(argument, ordered))
     for other, runs in others:
         group.aside += [(run, f"other than most here: {differing(dict(usual), dict(other))}") for run in runs]
-    if any_source and (count := len({kind(run)["sources"] for run in group.runs})) > 1:
+    if any_source and (count := len(group.of_each_source)) > 1:
         group.notes.append(
             f"the runs of {name} have {count} different sources (--any-source); what changed is told of the first"
         )

@@ -5,8 +5,8 @@ Sources are compared as syntax trees, in which what cannot change a training run
 - docstrings, and other strings that stand alone;
 - annotations of variables, and of functions without a decorator: not in the body of a class, where they make a field, nor
   under a decorator, where they may be code (Triton's constexpr);
-- constants given to seed and run_id, in an assignment or as an argument of that name; in a class with such a field also to what
-  else may differ between runs (log_dir, sample_tokens, …: MAY_DIFFER_BETWEEN_RUNS).
+- constants given to seed and run_id, in an assignment or as an argument of that name; in a class with both as fields, a run's
+  settings, also to what else may differ between runs (log_dir, sample_tokens, …: MAY_DIFFER_BETWEEN_RUNS).
 Everything else counts: names, order, unused code. A source that this Python cannot parse is compared byte for byte.
 """
 
@@ -42,7 +42,7 @@ class Normal(ast.NodeTransformer):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         fields = {getattr(field.target, "id", "") for field in node.body if isinstance(field, ast.AnnAssign)}
-        outer, self.own = self.own, MAY_DIFFER_BETWEEN_RUNS | ANYWHERE if fields & ANYWHERE else ANYWHERE
+        outer, self.own = self.own, MAY_DIFFER_BETWEEN_RUNS | ANYWHERE if fields >= ANYWHERE else ANYWHERE
         self.body_of(node, True)
         self.own = outer
         return node

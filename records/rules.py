@@ -1,16 +1,19 @@
 """The rules of a record, with what the logs can prove of them, and what the public speedrun's README wants to be told."""
 
 import ast
+import platform
 import re
 from collections import Counter
-from itertools import chain
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import chain, product
 
 from changes import other_tokens
 from groups import Group, names, plural
 from kinds import Normal, same_source
 from runlog import RunLog, resumed_with_changes
 from t_tests import P
-from verdict import figure
+from verdict import figure, validation_micro_batch
 
 COMPILER_FLAG = re.compile(
     r"inductor|dynamo|functorch\.|\btorch\.compile\b|(?<!\bre)\.compile\(|TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO"
@@ -30,14 +33,13 @@ PROVEN, BROKEN, OPEN = "[x]", "[!]", "[ ]"
 
 def check_list(baseline: Group, group: Group, row: dict, target: float) -> str:
     """A line for each rule of records/README.md: [x] the logs prove it, [!] they speak against it, [ ] read for yourself."""
-    a, b = baseline.runs[0], group.runs[0]
     below, time = row["loss_p_below_target"], row["time_p_holm"]
     faster = time < P and row["time_difference"] < 0
     lines = [
-        ("The data stream is unchanged", *data_stream(a, b)),
+        ("The data stream is unchanged", *of_all(data_stream, baseline, group)),
         (f"Mean loss below {target:g} at p < {P:g}", PROVEN if below < P else BROKEN,
          f"{row['loss_mean']:.5f}, p = {figure(below) or 'undefined'}"),
-        ("Time is training alone, by the same clock", *clock(a, b)),
+        ("Time is training alone, by the same clock", *of_all(clock, baseline, group)),
         ("No extra compiler flags", *compiler_flags(baseline, group)),
         ("The source is in the log", *sources(group)),
         (f"Faster than the baseline at p < {P:g}, {row['where'] or 'on one machine'}",
@@ -47,13 +49,21 @@ def check_list(baseline: Group, group: Group, row: dict, target: float) -> str:
         ("Every run has its own seed", *seeds(group)),
         ("The number of runs was fixed before, and all of them are here", OPEN,
          f"{plural(row['runs'], 'run')}, {len(row['set_aside'])} set aside; logs cannot tell of others"),
-        ("The validation loss is computed as the baseline's", *validation_loss(a, b)),
+        ("The validation loss is computed as the baseline's", *of_all(validation_loss, baseline, group)),
     ]  # fmt: skip
     if changed := [run.path.name for run in baseline.runs + group.runs if resumed_with_changes(run)]:
         for i in (0, 2, 3, 4, 8):  # what sources prove
             rule, mark, evidence = lines[i]
             lines[i] = rule, OPEN if mark == PROVEN else mark, f"{evidence}; but {names(changed)} went on with changed source"
     return "\n".join(f"- {mark} {rule}: {evidence}" for rule, mark, evidence in lines)
+
+
+def of_all(rule: Callable[[RunLog, RunLog], tuple[str, str]], baseline: Group, group: Group) -> tuple[str, str]:
+    """A rule's worst verdict: with --any-source the runs of a group have several sources, and each of them counts."""
+    pairs = [*product(baseline.of_each_source, group.of_each_source)]
+    verdicts = [(*rule(a, b), f"{b.path.name} against {a.path.name}: " if len(pairs) > 1 else "") for a, b in pairs]
+    mark, evidence, whose = max(verdicts, key=lambda verdict: (PROVEN, OPEN, BROKEN).index(verdict[0]))
+    return mark, evidence if mark == PROVEN else whose + evidence
 
 
 def folder_differences(a: RunLog, b: RunLog, folder: str) -> list[str] | None:
@@ -77,23 +87,34 @@ def data_stream(a: RunLog, b: RunLog) -> tuple[str, str]:
         return decided
     if shards := other_tokens(a, b):
         return BROKEN, f"other tokens in {names(shards)}"
-    for name in ("val_tokens", "bos_id"):
-        before, after = a.settings.get(name), b.settings.get(name)
-        if before != after and None not in (before, after):
-            return BROKEN, f"--{name} is {after}, was {before}"
+    if differ := of_other_settings(a, b, "val_tokens", "bos_id"):
+        return differ
     if not a.shards or not b.shards:
         return OPEN, f"the logs do not tell what --data={b.settings.get('data')} held"
-    before, after = uses(a.script[1], "data"), uses(b.script[1], "data")
+    if unread := unreadable(a, b):
+        return OPEN, unread
+    before, after = analysed(a.script[1])["data"], analysed(b.script[1])["data"]
     differ = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if differ := differ + elsewhere(a, b, "data") + started_otherwise(a, b):
         return OPEN, f"data/*.py are the baseline's; they are used otherwise: read the diff of {names(differ)}"
     return PROVEN, "the shards, data/*.py and what script and modules do with them are the baseline's"
 
 
+def of_other_settings(a: RunLog, b: RunLog, *names_of: str) -> tuple[str, str] | None:
+    """The verdict where a setting of these names is another; None: as the baseline's, or not told."""
+    for name in names_of:
+        before, after = a.settings.get(name), b.settings.get(name)
+        if before != after and None not in (before, after):
+            return BROKEN, f"--{name} is {after}, was {before}"
+    return None
+
+
 def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
     if decided := unchanged(a, b, "runtime/", "clock"):
         return decided
-    before, after = untimed(a.script[1]), untimed(b.script[1])
+    if unread := unreadable(a, b):
+        return OPEN, unread
+    before, after = analysed(a.script[1])["untimed"], analysed(b.script[1])["untimed"]
     if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         where = f"what runs while the clock stands is not: read the diff of {names(differ)}"
         return OPEN, f"runtime/*.py are the baseline's; {where}"
@@ -107,20 +128,28 @@ def clock(a: RunLog, b: RunLog) -> tuple[str, str]:
 def elsewhere(a: RunLog, b: RunLog, package: str) -> list[str]:
     """The modules beside script and package that use the package, or change what they import, otherwise than the baseline's."""
     found = sorted(name for name in {*a.modules, *b.modules} if not name.startswith(f"{package}/"))
-    return [name for name in found if uses(a.modules.get(name, b""), package) != uses(b.modules.get(name, b""), package)]
+    before, after = ({name: analysed(run.modules.get(name, b""))[package] for name in found} for run in (a, b))
+    return [name for name in found if before[name] != after[name]]
 
 
 def started_otherwise(a: RunLog, b: RunLog) -> list[str]:
     """The script and the modules that do more outside their functions than the baseline's."""
     before, after = {**a.modules, b.script[0]: a.script[1]}, b.sources
     changed = [name for name in after if not same_source(before.get(name), after[name])]
-    more = [name for name in changed if outside_functions(after[name]) - outside_functions(before.get(name, b""))]
+    more = [name for name in changed if analysed(after[name])["outside"] - analysed(before.get(name, b""))["outside"]]
     return [f"{name}, outside its functions" for name in more]
 
 
 def validation_loss(a: RunLog, b: RunLog) -> tuple[str, str]:
     if not a.sources or not b.sources:
         return OPEN, "logs hold no sources"
+    if differ := of_other_settings(a, b, "val_tokens"):
+        return differ
+    before, after = validation_micro_batch(a), validation_micro_batch(b)
+    if before != after and None not in (before, after):
+        return OPEN, f"in micro-batches of {after} tokens, was {before}: documents are cut in other places"
+    if unread := unreadable(a, b):
+        return OPEN, unread
     before, after = losses(a), losses(b)
     if differ := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         return OPEN, f"read the diff of {names(differ)}"
@@ -130,15 +159,10 @@ def validation_loss(a: RunLog, b: RunLog) -> tuple[str, str]:
 
 
 def losses(run: RunLog) -> dict[str, str]:
-    """What may compute the loss, by class and name: forward passes, and functions whose names say so."""
+    """What may compute the loss, of all its sources."""
     found = {}
-    for source in run.sources.values():
-        tree = parsed(source)
-        classes = {id(x): f"{node.name}." for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for x in node.body}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and OF_LOSS.search(node.name):
-                name = f"{classes.get(id(node), '')}{node.name}"
-                found[name] = f"{found.get(name, '')} {ast.dump(node)}"
+    for name, text in chain.from_iterable(analysed(source)["losses"] for source in run.sources.values()):
+        found[name] = f"{found.get(name, '')} {text}"
     return found
 
 
@@ -148,6 +172,8 @@ def compiler_flags(baseline: Group, group: Group) -> tuple[str, str]:
     added = [*(possible_flags(group) - possible_flags(baseline))]
     if flags := [text for text in added if COMPILER_FLAG.search(text)]:
         return BROKEN, f"not in the baseline: {names(flags)}"
+    if unread := unreadable(*baseline.runs, *group.runs):
+        return OPEN, unread
     if added:
         return OPEN, f"a changed line may set one: {names(added)}"
     return PROVEN, "no variable is another, no changed line names a compiler, or sets what it does not name"
@@ -157,7 +183,7 @@ def possible_flags(group: Group) -> Counter:
     """Lines that may set what the compiler does, and such variables: of any of its runs, as it started or went on."""
     found = Counter()
     for run in group.runs:
-        lines = [line for source in run.sources.values() for line in flag_lines(source)]
+        lines = [line for source in filter(analysed, run.sources.values()) for line in analysed(source)["flags"]]
         found |= Counter([*lines, *{*COMPILER_VARIABLE.findall(run.facts.get("variables", ""))}])
     return found
 
@@ -178,18 +204,35 @@ def seeds(group: Group) -> tuple[str, str]:
 # Sources
 
 
-def parsed(source: bytes) -> ast.AST:
-    """Without what cannot change a run; empty for what this Python cannot parse."""
+@lru_cache(maxsize=1024)
+def analysed(source: bytes) -> dict | None:
+    """What the rules ask of a source, without what cannot change a run; None for one that this Python cannot read: of a later
+    Python, or nested too deep. Nothing can be proven of that."""
     try:
-        return ast.fix_missing_locations(Normal().visit(ast.parse(source)))
+        tree = ast.fix_missing_locations(Normal().visit(ast.parse(source)))
+        asked = {"data": uses(tree, "data"), "runtime": uses(tree, "runtime"), "untimed": untimed(tree)}
+        return asked | {"outside": outside_functions(tree), "losses": of_loss(tree), "flags": flag_lines(tree)}
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.Module(body=[], type_ignores=[])
+        return None
 
 
-def uses(source: bytes, package: str) -> dict[str, str]:
+def unreadable(*runs: RunLog) -> str:
+    """Which of their sources this Python cannot read, in words; empty if there is none."""
+    found = dict.fromkeys(name for run in runs for name, source in run.sources.items() if not analysed(source))
+    return f"this Python, {platform.python_version()}, cannot read {names([*found])}: read it yourself" if found else ""
+
+
+def of_loss(tree: ast.AST) -> list[tuple[str, str]]:
+    """What may compute the loss, by class and name: forward passes, and functions whose names say so."""
+    classes = {id(x): f"{node.name}." for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for x in node.body}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and OF_LOSS.search(node.name)]
+    return [(f"{classes.get(id(node), '')}{node.name}", ast.dump(node)) for node in functions]
+
+
+def uses(tree: ast.AST, package: str) -> dict[str, str]:
     """What a source does with a package, by name: its functions and classes that name what is imported from there, those that
     name one of these, and so on; so of its other statements and what they assign."""
-    tree, reached, imports = parsed(source), {package}, []
+    reached, imports = {package}, []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
@@ -226,10 +269,10 @@ def patches(tree: ast.AST) -> list[str]:
     return found
 
 
-def outside_functions(source: bytes) -> set[str]:
+def outside_functions(tree: ast.AST) -> set[str]:
     """What a source does while it is imported, beside functions, classes, imports and tables: its other statements, the names
     that it binds again, what it calls, but for its own classes."""
-    tree, found = parsed(source), set()
+    found = set()
     own = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
     def visit(body: list[ast.stmt]) -> None:
@@ -267,12 +310,12 @@ def names_in(node: ast.AST, context: type) -> set[str]:
     return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, context)}
 
 
-def untimed(source: bytes) -> dict[str, str]:
+def untimed(tree: ast.AST) -> dict[str, str]:
     """What a script does while the clock stands, by name: the statements before `run.start_clock()`, those `with
     run.paused(…)` and all that use the clock; then each function that these use, or that one of those uses. Methods are not
     followed. And what it makes of the clock: its own classes of runs, what it is `with`, what it changes of its imports, and
     where it may reach it by another name."""
-    tree, found, by_run = parsed(source), [], uses(source, "runtime.run")
+    found, by_run = [], uses(tree, "runtime.run")
     for statement in filter(lambda node: isinstance(node, ast.stmt), ast.walk(tree)):
         for body in (getattr(statement, name, None) for name in BODIES):
             starts = [i for i, x in enumerate(body) if attributes_of(x) & {"start_clock"}] if isinstance(body, list) else []
@@ -304,13 +347,9 @@ def attributes_of(node: ast.AST) -> set[str]:
     return {x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)}
 
 
-def flag_lines(source: bytes) -> list[str]:
+def flag_lines(tree: ast.AST) -> list[str]:
     """The lines that may set what the compiler does."""
-    try:
-        text = ast.unparse(parsed(source))
-    except (ValueError, RecursionError):
-        return []
-    return [line.strip() for line in text.splitlines() if COMPILER_FLAG.search(line) or MAY_BE_ONE.search(line)]
+    return [line.strip() for line in ast.unparse(tree).splitlines() if COMPILER_FLAG.search(line) or MAY_BE_ONE.search(line)]
 
 
 # -----------------------------------------------------------------------------

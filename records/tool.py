@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path[:0] = [str(ROOT)]  # a launch of PYTHONPATH, as ROS has one, is another's
 from launch import console, environment
 
 

@@ -224,15 +224,22 @@ def test_a_reader_that_leaves_is_no_error(two_groups, options):
 
 
 def test_the_tools_run_from_any_folder(tmp_path):
+    """Also beside other packages of the project's names, as ROS has a launch, whose setup puts it on PYTHONPATH."""
     (tmp_path / "log.txt").write_bytes(make_log())
+    for name in ("launch", "runtime", "data"):
+        (tmp_path / "path" / name).mkdir(parents=True)
+        (tmp_path / "path" / name / "__init__.py").write_text("print('foreign')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}/path"}
     for tool, options, said in (
-        ("compare.py", ["log.txt"], "log.txt: mean loss below 3.28"),
-        ("extract.py", ["log.txt", "x y"], "run it: ./run.sh 'x y/train_gpt.py'"),
-        ("history.py", ["--help"], "--add"),
-        ("plan.py", ["0.001"], "48 runs of each"),
+        ("records/compare.py", ["log.txt"], "log.txt: mean loss below 3.28"),
+        ("records/extract.py", ["log.txt", "x y"], "run it: ./run.sh 'x y/train_gpt.py'"),
+        ("records/history.py", ["--help"], "--add"),
+        ("records/plan.py", ["0.001"], "48 runs of each"),
+        ("bench/verdicts.py", ["--help"], "--comparisons"),
     ):
-        command = [sys.executable, ROOT / "records" / tool, *options]
-        assert said in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        command = [sys.executable, ROOT / tool, *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
+        assert said in done.stdout and "foreign" not in done.stdout
 
 
 # -----------------------------------------------------------------------------
@@ -421,6 +428,12 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         *((8, " ", {"name": name}) for name in ("pass", "loss", "lossless")),
         (8, " ", {"modules": {**MODULES, "own.py": b"def cross_entropy(x):\n    return x\n"}}),
         (8, " ", {"environment": CHANGED}),
+        (8, "!", {"environment": TOLD.replace("val_tokens=8", "val_tokens=16")}),
+        *(
+            (8, mark, {"environment": TOLD.replace("=8", "=8, val_batch_tokens=8, micro_batches=1"), "base_environment": before})
+            for mark, batch in (("x", 16), (" ", 8))
+            for before in (TOLD.replace("=8", f"=8, val_batch_tokens={batch}, micro_batches=2"),)
+        ),
         (2, " ", {"name": "pause"}),
         (2, " ", {"name": "run"}),
         (2, " ", {"name": "other run"}),
@@ -539,8 +552,40 @@ def test_the_snippet_runs_and_prints_its_own_comments(two_groups, capsys):
     assert "| <number> | 1.183 minutes | <description> |" in out and "losses = [3.2752, 3.2771, 3.2785]" in code
 
 
-def test_rules_of_unreadable_sources_are_left_open():
-    assert rules.flag_lines(b"x = = 1") == [] and rules.uses(b"x = = 1", "data") == {"the imports": ""}
+NO_PYTHON = "\nx = = 1\n"  # as what a later one reads
+TOO_LONG = "\nLONG = (" + " +\n".join(['"a"'] * 400) + ")\n"
+TOO_DEEP = "\ndef forward(x):\n    if x: pass\n" + "".join(f"    elif x == {i}: return\n" for i in range(300))
+
+
+@pytest.mark.parametrize("text", [NO_PYTHON, TOO_LONG, TOO_DEEP], ids=["no Python", "too long", "too deep"])
+@pytest.mark.parametrize("both", [True, False])
+def test_of_a_source_that_this_python_cannot_read_nothing_is_proven(tmp_path, capsys, monkeypatch, text, both):
+    """It was taken for empty, and so for the baseline's; or ended the tool."""
+    monkeypatch.setitem(SCRIPTS, "idea", SCRIPTS["idea"] + text)
+    monkeypatch.setitem(SCRIPTS, "base", SCRIPTS["base"] + text * both)
+    marks, lines = rule_marks(tmp_path, "idea", capsys)
+    assert marks == " x  xxx  " and all("cannot read train_gpt.py: read it yourself" in lines[i] for i in (0, 2, 3, 8))
+    flag = TOLD.replace("attention:", "variables: TORCHINDUCTOR_FX='1'\nattention:")
+    assert rule_marks(tmp_path / "flag", "idea", capsys, environment=flag)[0][3] == "!"
+
+
+@pytest.mark.parametrize("mixed", ["a", "b"])
+def test_each_source_of_a_group_counts_for_the_rules(tmp_path, capsys, mixed):
+    """With --any-source the first run's proved them."""
+    folders, sources = [], {"train_gpt.py": BASE.encode(), **MODULES}
+    for name, times in (("a", [80_000, 80_400, 80_200]), ("b", [70_000, 70_500, 71_000])):
+        folders.append(write_runs(tmp_path / name, times, [3.2752, 3.2751, 3.2755], sources=sources, environment=TOLD))
+    log = tmp_path / mixed / "1.txt"
+    log.write_bytes(log.read_bytes().replace(b"x / 8", b"x / 9").replace(b"def step", b"def losses(x):\n    pass\ndef step"))
+    compare.main([*folders, "--any-source", "--rules"])
+    out = capsys.readouterr().out
+    assert "b changes (sources: of the first runs): nothing: the same sources, settings and environment\n" in out
+    which = {"a": "0.txt against 1.txt", "b": "1.txt against 0.txt"}[mixed]
+    assert f"- [ ] Time is training alone, by the same clock: {which}: runtime/*.py are" in out
+    assert f"- [ ] The validation loss is computed as the baseline's: {which}: read the diff of losses\n" in out
+
+
+def test_rules_without_sources_are_left_open():
     bare, whole = parse_log(step_lines().encode()), parse_log(make_log())
     for check in (rules.data_stream, rules.clock):
         assert check(whole, bare) == (rules.OPEN, "logs hold no sources")
