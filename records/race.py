@@ -5,14 +5,16 @@
 Each run is ./run.sh's; its log is FOLDER/NAME/seed0.txt and so on (logs/race-A-B, named by the scripts). At the end, and with
 --compare at once, the two folders are compared pair by pair. Started again, it goes on where it ended: complete runs are
 kept, the log of one cut short is kept as seed0.cut1.txt, which compare.py names, and its run made again. It refuses to go on
-in a folder of other sources or options, or of another host, or beside logs that are not its own; it ends after a run on other
-data, by other versions, on other ranks or with other variables of the environment than those before.
+in a folder of other sources or options, or of another host, or beside logs that are not its own; other files than the two
+scripts and what they import may come and change. It ends after a run on other data, by other versions, on other ranks or with
+other variables of the environment than those before.
 """
 
 import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -27,16 +29,21 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leave
 
 import compare
 import tool
-from changes import other_tokens
-from kinds import differing, kind
+from changes import other_tokens, source_pairs
+from kinds import differing, kind, same_source
 from launch.console import console, user_path
-from launch.sources import Sources
+from launch.sources import Sources, imported_names, stem
 from runlog import RunLog, made_with, read_log
 from t_tests import MOST_RUNS
 from tool import ROOT, clean
 
 RUN = (str(ROOT / "run.sh"),)  # the command that trains
 OWN = ("seed", "log_dir", "run_id", "resume")  # options that the race gives
+ENDS = (".trace.json", "", ".txt")  # of what a run leaves: its trace, the folder of its checkpoints, its log
+ADVICE = {  # by a run's code, where it would end so again
+    0: "So would the next: mend the script, and begin anew, with another --logs",
+    2: "Mend what it says above: then the same command goes on; other options or sources are a race of another --logs",
+}
 PART_OF_IT = re.compile(r"seed\d+(?:\.cut\d+)?\.txt")
 
 
@@ -64,11 +71,19 @@ def named_by(script: Path) -> frozenset[Path]:
     return frozenset(path for path in found.named if not path.is_relative_to(ROOT / "records"))  # this process's own
 
 
+words = functools.cache(imported_names)
+
+
 def sources(scripts: list[Path]) -> dict[str, str]:
-    """The digest of each file that a run may import: the project's, those beside the scripts, what import statements name."""
-    folders = {ROOT, *(ROOT / name for name in ("data", "launch", "runtime")), *(script.parent for script in scripts)}
-    lie = {path for folder in folders for path in folder.glob("*.py") if path.stem.isidentifier()}  # no editor's lock
-    files = {path for path in lie.union(*map(named_by, scripts)) if path.is_file()} | {*scripts}
+    """The digest of each file that a run may import: what import statements name, also those of files that have come since, and
+    what starts it. Others that lie beside the scripts, as the next idea, are none."""
+    folders = {ROOT, *(script.parent for script in scripts)}
+    lie = {path for folder in folders for form in ("*.py", "*/__init__.py") for path in folder.glob(form)}
+    files, more = set(), {*scripts, ROOT / "launch" / "start.py"}.union(*map(named_by, scripts))
+    while more := {path for path in more if path.is_file()} - files:
+        files |= more
+        named = set().union(*(words(path.read_text(encoding="utf-8", errors="replace")) for path in more))
+        more = {path for path in lie if stem(path) in named}
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 
 
@@ -83,6 +98,17 @@ def conditions(scripts: list[Path], options: list[str]) -> dict:
     }
 
 
+def differing_conditions(before: dict, now: dict) -> list[str]:
+    """What differs, in words; of sources which."""
+    differ = [what for what in now if before[what] != now[what]]
+    if "sources" in differ:
+        old, new = before["sources"], now["sources"]
+        told = (name + " (new)" * (name not in old) + " (gone)" * (name not in new)
+                for name in sorted({*old, *new}) if old.get(name) != new.get(name))  # fmt: skip
+        differ[-1] = f"sources: {', '.join(told)}"
+    return differ
+
+
 def check(folder: Path, names: list[str], now: dict) -> bool:
     """Does the race begin, as there is no log yet? Raises RaceError if the folder holds anything of another race."""
     path = folder / "race.json"
@@ -92,11 +118,7 @@ def check(folder: Path, names: list[str], now: dict) -> bool:
     if not path.exists():
         return True
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        differ = [what for what in now if before[what] != now[what]]
-        if "sources" in differ:
-            old, new = before["sources"], now["sources"]
-            differ[-1] = f"sources: {', '.join(sorted(name for name in {*old, *new} if old.get(name) != new.get(name)))}"
+        differ = differing_conditions(json.loads(path.read_text(encoding="utf-8")), now)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RaceError(f"{path}: not what a race writes: give another --logs") from None
     if differ and logs:  # without one, an option may have been wrong
@@ -105,7 +127,8 @@ def check(folder: Path, names: list[str], now: dict) -> bool:
 
 
 def set_cut_aside(log: Path) -> None:
-    """Rename the log of a run that is not complete: its name is needed. Raises RaceError if that run goes on."""
+    """Rename what a run that is not complete has left, all of it or nothing: its names are needed. The log goes last, so that a
+    race that is killed midway goes on. Raises RaceError if that run goes on."""
     at_once = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)  # whatever a user has there
     path = log.with_suffix(".lock")  # runtime/run.py's
     with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=at_once) as lock:
@@ -115,13 +138,14 @@ def set_cut_aside(log: Path) -> None:
             raise RaceError(f"{log}: its run is under way in another process: wait for its end") from None
         except OSError:  # a network file system without locks
             pass
-    count = 1
-    while (other := log.with_name(f"{log.stem}.cut{count}.txt")).exists():
-        count += 1
-    log.rename(other)
-    for end in ("", ".trace.json"):  # its checkpoints, which the run to come would delete; its trace
-        if os.path.lexists(path := log.with_suffix(end)):
-            path.rename(other.with_suffix(end))
+    others = (log.with_name(f"{log.stem}.cut{count}.txt") for count in itertools.count(1))
+    other = next(x for x in others if not any(os.path.lexists(x.with_suffix(end)) for end in ENDS))
+    with contextlib.ExitStack() as undo:
+        for end in ENDS:
+            if os.path.lexists(path := log.with_suffix(end)):
+                path.rename(other.with_suffix(end))
+                undo.callback(other.with_suffix(end).rename, path)
+        undo.pop_all()
 
 
 def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
@@ -133,7 +157,11 @@ def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
         tokens = "".join(f"other tokens in {name}" for name in other_tokens(other, log)[:1])
         told, told_before = (run.facts.get("variables", "none") for run in (log, other))  # another tree may tell others
         variables = f"variables: {told_before} → {told}" if script == other_script and told != told_before else ""
-        if differ := tokens or differing(same(other), same(log)) or variables:
+        differ = tokens or differing(same(other), same(log)) or variables
+        if differ == "sources":
+            changed = [name for _, was, name, source in source_pairs(other, log) if not same_source(was, source)]
+            differ = f"sources: {', '.join(changed)}"
+        if differ:
             fault = f"{path}: made otherwise than {other_path}: {clean(differ, one_line=True)}"
             raise RaceError(f"{fault}: move it and start as before")
 
@@ -190,9 +218,10 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
                 check_alike(logs)
                 continue
             console(f"race: {clean(f'{log}: {fault}', one_line=True)}: made again")
-            set_cut_aside(log)
-        if conditions(scripts, options) != now:
-            raise RaceError("a source has changed since the race began: put it back and start again, or give another --logs")
+        set_cut_aside(log)  # also checkpoints without a log, which no run begins beside
+        if differ := differing_conditions(now, conditions(scripts, options)):
+            fault = f"changed since the race began: {'; '.join(differ)}"
+            raise RaceError(f"{fault}: put them back and start again, or give another --logs")
         begun = time.monotonic()
         console(f"race: run {i} of {2 * count}: {names[which]}, seed {seed}")
         own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id=seed{seed}"]
@@ -202,8 +231,8 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
             by = signal.Signals(code - 128).name
             tool.end(f"race.py: {names[which]}, seed {seed}: ended by {by}. The same command goes on from there", code)
         if code or found.fault:
-            why = f"ended with code {code}" if code else clean(found.fault, one_line=True)
-            raise RaceError(f"{names[which]}, seed {seed}: {why}. The same command goes on from there")
+            why = f"ended with code {code}" if code else f"ended well, but its log: {clean(found.fault, one_line=True)}"
+            raise RaceError(f"{names[which]}, seed {seed}: {why}. {ADVICE.get(code, 'The same command goes on from there')}")
         logs[log] = which, found
         check_alike(logs)
         console(f"race: {names[which]}, seed {seed}: {time.monotonic() - begun:.0f} s")
@@ -227,6 +256,8 @@ def main(argv: list[str] | None = None) -> None:
     scripts = [Path(os.path.realpath(script)) for script in chosen.scripts]
     if missing := [script for script in scripts if not os.path.isfile(script)]:
         parser.error(f"no such script: {missing[0]}")
+    if foreign := [script for script in scripts if script.suffix != ".py"]:
+        parser.error(f"{foreign[0]}: no script: must end in .py")
     names = names_of(scripts)
     folder = Path(os.path.realpath(chosen.logs or ROOT / "logs" / f"race-{names[0]}-{names[1]}"))
     try:

@@ -431,6 +431,8 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
         if back
         else twice or wrong_time(log) or incomplete(log, order, body)
     )
+    if end >= 0 and log.fault.startswith("cut short at") and PLAIN_LINE.search(text, end):
+        log.fault += ": there a sample begins, behind which nothing is read: give one in mid-run another title"
     if not back:
         drop_other_clock(log)
 

@@ -183,6 +183,54 @@ def test_the_log_of_a_run_that_goes_on_is_left_alone(track, tmp_path):
     assert not (folder / "seed0").exists()
 
 
+@pytest.mark.parametrize("kept", ["seed0.cut1.txt", "seed0.cut1/step_000001.pt", "seed0.cut1.trace.json"])
+def test_what_is_set_aside_takes_no_name_of_what_was(track, tmp_path, monkeypatch, kept):
+    """As where seed0.cut1.txt was deleted and its checkpoints were not: the race could never go on, nor beside checkpoints alone.
+    An error midway leaves all as it was."""
+    folder = tmp_path / "logs" / "before"
+    (tmp_path / "calls.txt.fails").touch()
+    with pytest.raises(SystemExit, match="ended with code 7"):
+        track()
+    (tmp_path / "calls.txt.fails").unlink()
+    for name in (kept, "seed0/step_000002.pt", "seed0.trace.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    left, rename = sorted(folder.rglob("*")), Path.rename
+
+    def fails(old, new):
+        if old.name == "seed0.txt":
+            raise OSError("no more")
+        return rename(old, new)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="no more"):
+        patch.setattr(Path, "rename", fails)
+        track()
+    assert sorted(folder.rglob("*")) == left
+    for log in (folder / "seed0.txt", folder / "seed1.txt"):
+        log.with_suffix("").mkdir(exist_ok=True)
+    track()
+    assert (folder / kept).read_text() in ("", kept) and (folder / "seed0.cut2.txt").exists() and (folder / "seed1.cut1").is_dir()
+    assert {path.name for path in (folder / "seed0.cut2").iterdir()} == {"step_000002.pt"} and len(calls(tmp_path)) == 7
+
+
+def test_a_run_that_would_end_so_again_is_not_said_to_go_on(track, tmp_path, monkeypatch):
+    """A whole run was made again at each start, for a second loss that its script writes."""
+    for code, said in (("0", "0: ended well, but its log: cut short.*: mend the script, and begin anew, with another --logs"),
+                       ("2", "0: ended with code 2. Mend what it says above")):  # fmt: skip
+        (tmp_path / "calls.txt.fails").write_text(code)
+        with pytest.raises(SystemExit, match=said):
+            track()
+
+
+def test_runs_of_one_script_and_other_sources_are_told_by_file(track, tmp_path):
+    """As of a module that a script imports by a name which it computes."""
+    track()
+    log = tmp_path / "logs" / "after" / "seed1.txt"
+    log.write_bytes(log.read_bytes().replace(b"def kernel()", b"def other()"))
+    with pytest.raises(SystemExit, match="seed1.txt: made otherwise than .*/after/seed0.txt: sources: triton_kernels.py: move it"):
+        track()
+
+
 def test_two_races_in_one_folder_are_one_too_many(track, tmp_path):
     """Both wrote race.json; the second ended in the loss of its temporary file."""
     (tmp_path / "logs").mkdir()
@@ -192,23 +240,54 @@ def test_two_races_in_one_folder_are_one_too_many(track, tmp_path):
 
 
 def test_every_source_of_a_run_is_watched(tmp_path):
-    """What a run's log would hold."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt as t; print(*t.SOURCES.imported(), sep=chr(10))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    imported = {str(ROOT / name) for name in done.stdout.splitlines()}
-    assert len(imported) > 20 and imported <= race.sources([ROOT / "train_gpt.py"]).keys()
+    """What a run's log would hold, and what starts it."""
+    told = []
+    for folder, code in (
+        (ROOT, "import train_gpt as t; print(*(sys.path[0] + '/' + x for x in t.SOURCES.imported()), sep=chr(10))"),
+        (ROOT / "records", "import race; print(*race.sources([race.ROOT / 'train_gpt.py']), sep=chr(10))"),
+    ):
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {f'{folder}'!r}); {code}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+        told.append({*done.stdout.splitlines()})
+    imported, watched = told
+    assert len(imported) > 20 and imported | {f"{ROOT}/launch/start.py"} <= watched
 
 
 def test_what_no_run_can_import_is_not_watched(tmp_path):
     """As the link that Emacs makes for a file with unsaved edits."""
     script, own = tmp_path / "my-idea.py", tmp_path / "own.py"
-    for path in (script, own):
-        path.touch()
+    script.write_text("import own, gone, folder, pipe")
+    own.touch()
     for name in (".#own.py", "gone.py"):
         (tmp_path / name).symlink_to("user@host.1234:5")
     (tmp_path / "folder.py").mkdir()
     os.mkfifo(tmp_path / "pipe.py")
     assert [path for path in race.sources([script]) if path.startswith(f"{tmp_path}")] == [f"{script}", f"{own}"]
+
+
+def test_files_that_no_script_imports_may_come_and_change(track, tmp_path, monkeypatch):
+    """As the next idea, which is written beside those that race: a night was lost to it."""
+    real = race.run_to_its_end
+
+    def writes(command):
+        with open(tmp_path / "next_idea.py", "a") as file:
+            file.write("import after\n")
+        return real(command)
+
+    monkeypatch.setattr(race, "run_to_its_end", writes)
+    track()
+    (tmp_path / "more.py").write_text("x = 1\n")
+    track()
+    assert len(calls(tmp_path)) == 6 and len((tmp_path / "next_idea.py").read_text().splitlines()) == 6
+
+
+def test_a_module_of_a_tools_name_is_watched_with_what_it_imports(tmp_path):
+    """This process has others of these names."""
+    for name, text in (("idea", "import tool"), ("tool", "import own, runtime"), ("own", ""), ("runtime/__init__", "")):
+        (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    watched = [path for path in race.sources([tmp_path / "idea.py"]) if path.startswith(f"{tmp_path}")]
+    assert watched == [f"{tmp_path}/{name}.py" for name in ("idea", "own", "runtime/__init__", "tool")]
 
 
 @pytest.mark.parametrize(
@@ -221,8 +300,8 @@ def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
         (tmp_path / "after.py").write_text("x = 2\n")
         said = rf"holds a race of other sources: {tmp_path}/after\.py: put them back"
     elif what == "module":
-        (tmp_path / "helper.py").write_text("x = 2\n")
-        said = r"holds a race of other sources: .*helper\.py"
+        (tmp_path / "package.py").write_text("x = 2\n")
+        said = rf"holds a race of other sources: {tmp_path}/package\.py \(new\): put them back"
     elif what == "package":
         (tmp_path / "package" / "part.py").write_text("x = 2\n")
         said = rf"holds a race of other sources: {tmp_path}/package/part\.py: put them back"
@@ -269,7 +348,7 @@ def test_a_source_that_changes_ends_the_race(track, tmp_path, monkeypatch):
         return real(command)
 
     monkeypatch.setattr(race, "run_to_its_end", edits)
-    with pytest.raises(SystemExit, match="a source has changed since the race began"):
+    with pytest.raises(SystemExit, match=f"changed since the race began: sources: {tmp_path}/after.py: put them back"):
         track()
     assert calls(tmp_path) == ["before0"]
 
@@ -317,6 +396,14 @@ def test_options_that_are_the_races_own_are_refused(track, more):
     with pytest.raises(SystemExit) as error:
         track(*more)
     assert error.value.code == 2
+
+
+def test_what_is_no_script_is_refused(tmp_path, capsys):
+    """It ended the first run: "the same command goes on from there"."""
+    (tmp_path / "notes.md").touch()
+    with pytest.raises(SystemExit, match="2"):
+        race.main([f"{ROOT}/train_gpt.py", f"{tmp_path}/notes.md", "1", f"--logs={tmp_path}/logs"])
+    assert "notes.md: no script: must end in .py" in capsys.readouterr().err and not (tmp_path / "logs").exists()
 
 
 def test_scripts_of_one_name_have_two_folders(tmp_path):

@@ -254,6 +254,8 @@ def test_no_bytes_break_the_parser(junk, where, within):
         (make_log(lines=step_lines(8, loss=1e9)), "wrong loss: 1e+09 at step 0: a cross-entropy is between 0 and, of any run"),
         (make_log(lines=step_lines(8) + step_lines(8)), "step 0 comes after step 8: more than one run"),
         (make_log(script=TRICKS["a log in a string"].encode()).rpartition(b"# triton")[0], "cut short within its sources"),
+        (make_log(lines=step_lines(8).replace("step:5/8", "sample, after a prompt:\na b\nstep:5/8")),
+         "cut short at step 4/8: there a sample begins, behind which nothing is read"),
         (make_log(lines=step_lines(8).replace("step:8/8 val", "# ")), "cut short at step 8/8: no validation loss"),
     ],
     ids=lambda part: part[:40] if isinstance(part, str) else "log",
