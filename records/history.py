@@ -48,7 +48,7 @@ def is_names(value: object) -> bool:
 
 
 def is_line(value: object) -> bool:
-    return isinstance(value, str) and bool(LINE.fullmatch(value)) and not re.search("[\ud800-\udfff]", value)  # LC_ALL=C's
+    return isinstance(value, str) and bool(LINE.fullmatch(value)) and not re.search("[\x7f\ud800-\udfff]", value)  # LC_ALL=C's
 
 
 def is_date(value: object) -> bool:

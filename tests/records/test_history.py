@@ -167,7 +167,7 @@ def test_what_a_killed_process_left_goes_and_a_wrong_option_is_named(tmp_path, r
     runs = write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28])
     (root / ".record-draft-abcd1234").mkdir()
     (root / ".record-old_logs").mkdir()
-    wrong = {"--track=\udcc3": "a line of text", "--date=soon": "a text such as 2026-01-31"}
+    wrong = {"--track=\udcc3": "a line of text", "--track=\x7f": "a line of text", "--date=soon": "a text such as 2026-01-31"}
     for option, meant in wrong.items():
         said = f"{option.partition('=')[0]} must be {meant}"
         with pytest.raises(SystemExit, match=f"history.py: error: {said}"):
