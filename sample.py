@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import math
 import os
+import runpy
 import signal
 import stat
 import sys
@@ -25,9 +26,18 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # also while it imports: there is nothing to undo
 
 if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
-    early = argparse.ArgumentParser(add_help=False)
-    early.add_argument("--script", nargs="?", type=os.path.expanduser, const=__file__, default=__file__)  # --script=-- is none
-    sys.path.insert(0, os.path.dirname(os.path.realpath(early.parse_known_args()[0].script)))
+    early, root = argparse.ArgumentParser(add_help=False), Path(__file__).resolve().parent
+    own, starter = f"{root}/train_gpt.py", f"{root}/launch/start.py"
+    early.add_argument("--script", nargs="?", type=os.path.expanduser, const=own, default=own)  # --script=-- is none
+    script = Path(os.path.realpath(early.parse_known_args()[0].script))
+    if os.path.exists(starter):  # the sources of a log have none
+        launcher = runpy.run_path(starter)  # no import: launch may be a folder of the script's
+        try:
+            launcher["check_names"](script)
+        except launcher["LaunchError"] as error:
+            launcher["tell"]("sample.py", f"error: {error.args[0]}")
+            sys.exit(error.args[1])
+    sys.path.insert(0, f"{script.parent}")
 
 try:
     # Before PyTorch, whose threads launch tells how to wait.

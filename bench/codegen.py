@@ -505,10 +505,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("FA2", "FA3"), default="FA3", help="FlashAttention of the tables")
     parser.add_argument("--saved", action="store_true", help="only the bytes saved for backward: a fraction of the time")
     parser.add_argument("--kernels", action="store_true", help="every kernel, the longest first")
-    parser.add_argument("--output", type=output_file, help="JSON of everything that was counted")
+    parser.add_argument("--output", type=output_file(".json"), help="JSON of everything that was counted")
     parser.add_argument("--save-code", type=user_path, metavar="FOLDER", help="where to put the generated code")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the process that has the fake GPU: where its result goes
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    parser.refuse_replacing([options.script, options.against], [options.output])
+    return options
 
 
 def known(script: Path, options: argparse.Namespace) -> dict | None:

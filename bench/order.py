@@ -11,7 +11,6 @@ search takes the trainer's options too (--grad_dtype=float32). What it prints ar
 
 import argparse
 import math
-import os
 import random
 import sys
 import time
@@ -35,7 +34,7 @@ from bench.schedule_search import WORTH, Found, Problem, Together, descend, sear
 from bench.settings import trainer_settings
 from data.shards import number_between, plain_json, read_regular
 from launch.console import (
-    Parser, console, ended_by_signals, numbers_between, output_file, printable, until_reader_leaves, user_path,
+    PICTURES, Parser, console, ended_by_signals, numbers_between, output_file, printable, until_reader_leaves, user_path,
 )  # fmt: skip
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
 
@@ -409,8 +408,8 @@ def main(argv: list[str] | None = None) -> None:
     stepped = commands.add_parser("simulate", help="explain a step in a file")
     stepped.add_argument("step", type=Path)
     for command in (shown, searched, stepped):
-        command.add_argument("--picture", type=output_file, help="where to draw both lanes, a PNG; show: beside the trace")
-        command.add_argument("--chrome", type=output_file, help="where to write spans, for ui.perfetto.dev; show: as well")
+        command.add_argument("--picture", type=output_file(*PICTURES), help="where to draw both lanes; show: beside the trace")
+        command.add_argument("--chrome", type=output_file(".json"), help="spans for ui.perfetto.dev; show: as well")
     validated = commands.add_parser("validate", help="predict gloo's steps")
     validated.add_argument("--ranks", type=numbers_between(2, 1000), default=[2, 4, 8], help="by comma (2,4,8)")
     validated.add_argument("--orders", type=positive, default=14, help="to predict, beside those of the fit (%(default)s)")
@@ -429,12 +428,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.command == "show" and args.trace.name:  # a folder is refused as it is read
         args.picture = args.picture or args.trace.with_suffix(".png")
         args.chrome = args.chrome or args.trace.with_suffix(".chrome.json")
-    pair = [os.path.realpath(path) for x in ("picture", "chrome") if (path := getattr(args, x, None))]
-    if len(pair) > len({*pair}):
-        parser.error(f"--picture and --chrome are both {pair[0]}: name two files")
-    read = next(filter(None, (getattr(args, x, None) for x in ("trace", "step", "tasks"))), None)
-    if read and os.path.realpath(read) in pair:
-        parser.error(f"{read} is what is read, and would be replaced: name another file")
+    files = (("trace", "step", "tasks"), ("picture", "chrome"))
+    parser.refuse_replacing(*([getattr(args, x, None) for x in names] for names in files))
     try:
         with until_reader_leaves():
             if args.command == "search":

@@ -250,13 +250,15 @@ def main() -> None:
     with one_line_errors(), locked(args.output):
         if os.path.lexists(args.output / "progress.json"):
             raise DataError(f"{args.output} holds shards of fineweb.py (progress.json): choose another --output")
+        if (arriving := args.output / "arriving").is_symlink():  # what is fetched is renamed, and what is behind a link stays
+            raise DataError(f"{arriving} is a link: remove it, or name a folder on that disk by --output")
         tokens, known = 0, load_known(args.output / "fetched.json")
         for index, name in enumerate(names, 1):
             before = known.get(name)
             tokens += fetch_shard(name, args.output, known, f"{index} of {len(names)}")
             if known[name] != before:
                 write_json(args.output / "fetched.json", known)
-        remove_fetched(args.output / "arriving", names)
+        remove_fetched(arriving, names)
         console(f"{args.output}: {len(names)} shards, {tokens:,} tokens, all whole")
 
 

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import contextlib
+import ctypes
 import difflib
 import gc
 import io
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -38,6 +39,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
+
+    def refuse_replacing(self, read: Iterable[Path | None], written: Iterable[Path | None]) -> None:
+        """End with code 2 if one of the files to write is one of those to read."""
+        places = {os.path.realpath(path) for path in written if path}
+        for path in read:
+            if path and os.path.realpath(path) in places:
+                self.error(f"{path} is what is read, and would be replaced: name another file")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         given = sys.argv[1:] if args is None else [*args]
@@ -164,12 +172,22 @@ def user_path(text: str) -> Path:
     return path
 
 
-def output_file(text: str) -> Path:
-    """argparse type: user_path of a file to write, known before the work to be none that cannot be replaced, as a folder."""
-    path = user_path(text)
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise argparse.ArgumentTypeError(f"{text}: is no regular file, and is not replaced: name another")
-    return path
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")  # that matplotlib writes
+
+
+def output_file(*suffixes: str) -> Callable[[str], Path]:
+    """An argparse type: user_path of a file to write, known before the work to be none that cannot be replaced, as a folder, and
+    to end in one of these: by a slip of the hand, or of a shell that completes names, it would be a script."""
+
+    def path_of(text: str) -> Path:
+        path = user_path(text)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise argparse.ArgumentTypeError(f"{text}: is no regular file, and is not replaced: name another")
+        if path.suffix.lower() not in suffixes:
+            raise argparse.ArgumentTypeError(f"{text}: must end in {' or '.join(suffixes)}")
+        return path
+
+    return path_of
 
 
 def numbers_between(least: int, most: int) -> Callable[[str], list[int]]:
@@ -236,13 +254,23 @@ def ended_by_signals() -> Iterator[None]:
 _late: list[int] | None = None  # the signals while a child starts: heard once it can be ended
 
 
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone has it; looked up here: a child after a fork does the least
+
+
+def end_with_parent() -> None:
+    """For a child, before its program: SIGTERM when the thread that has started it is gone, as by an OOM kill."""
+    if _prctl:
+        _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 @contextlib.contextmanager
 def ended_with_block(command: list, **options: Any) -> Iterator[subprocess.Popen]:
-    """A child that an error in the block ends, and waits for: by SIGTERM, which a launcher hands on to its ranks."""
+    """A child that an error in the block ends, and waits for: by SIGTERM, which a launcher hands on to its ranks. So ends a
+    child whose parent is killed."""
     global _late
     _late = []
     try:
-        process = subprocess.Popen(command, **options)
+        process = subprocess.Popen(command, preexec_fn=end_with_parent, **options)
     except BaseException:
         _late = None
         raise

@@ -231,15 +231,21 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
         raise LaunchError(f"no such script: {first}, in {places}", 1)
     if path.samefile(__file__):
         raise LaunchError(f"{first} is what starts scripts: name a training script", 2)
-    packages = (file.parent for file in path.parent.glob("*/__init__.py"))
-    for file in (path, *path.parent.glob("*.py"), *packages, *ROOT.glob("*.py")):  # found in place of Python's own modules
-        own = file is path and file.stem in IMPORTED or file.name in ("data.py", "launch.py", "runtime.py")
-        if own or module_at(file) in sys.stdlib_module_names - {"test"}:
-            raise LaunchError(HIDES.format(file, module_at(file)), 1)
+    check_names(path)
     if os.pathsep in f"{ROOT}" and not path.resolve().is_relative_to(ROOT):  # which then comes from PYTHONPATH
         fault = f"a path with {os.pathsep!r}, as {ROOT}, cannot be in PYTHONPATH: a script elsewhere needs it there"
         raise LaunchError(fault, 1)
     return path.resolve(), options
+
+
+def check_names(path: Path) -> None:
+    """Raise LaunchError for a script, or what lies beside it or in the project, that is found in place of Python's own modules.
+    sample.py asks, too."""
+    packages = (file.parent for file in path.parent.glob("*/__init__.py"))
+    for file in (path, *path.parent.glob("*.py"), *packages, *ROOT.glob("*.py")):
+        own = file is path and file.stem in IMPORTED or file.name in ("data.py", "launch.py", "runtime.py")
+        if own or module_at(file) in sys.stdlib_module_names - {"test"}:
+            raise LaunchError(HIDES.format(file, module_at(file)), 1)
 
 
 def module_at(path: Path) -> str:

@@ -21,7 +21,7 @@ import tool
 import verdict
 from changes import environment_differences
 from groups import Group, InputError, gather_all
-from launch.console import output_file
+from launch.console import PICTURES, output_file
 from t_tests import mean  # history.py's
 
 __all__ = ["main", "mean", "report"]
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--source", action="store_true", help="diff of the sources and environments, baseline against each")
     parser.add_argument("--rules", action="store_true", help="the rules of a record, with what the logs prove of them")
     parser.add_argument("--snippet", action="store_true", help="for the public speedrun's README: row, figures and their proof")
-    parser.add_argument("--plot", type=output_file, metavar="PNG", help="draw losses and step times into this file")
+    parser.add_argument("--plot", type=output_file(*PICTURES), metavar="PNG", help="draw losses and step times into this file")
     parser.add_argument("--json", action="store_true", help="all figures as JSON, for programs")
     options = parser.parse_args(argv)
     asked = [f"--{name}" for name in ("source", "rules", "snippet", "pairs") if getattr(options, name)]

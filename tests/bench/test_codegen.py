@@ -299,6 +299,8 @@ def check_counted_otherwise(folder: Path, counted: Path, capsys: pytest.CaptureF
     for text in ("", "{}", "[]", "[1]", "x", "[" * 100_000):
         other.write_text(text)
         assert refused(capsys, str(other)).endswith("holds no counts of this version: make it anew with --output")
+    message = refused(capsys, str(other), f"--against={counted}", f"--output={folder}/./counted.json")
+    assert f"error: {counted} is what is read, and would be replaced: name another file" in message
     message = refused(capsys, str(counted), f"--output={folder}/no/such.json")
     assert message == f"bench/codegen.py: error: {folder}/no/such.json: No such file or directory"
 
@@ -311,6 +313,7 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture, mo
         assert refused(capsys, "--against=nope.py") == "bench/codegen.py: there is no script nope.py"
     message = refused(capsys, str(ROOT / "README.md"))
     assert message.startswith(f"bench/codegen.py: {ROOT / 'README.md'} is no script (.py), nor what --output")
+    assert "argument --output: idea.py: must end in .json" in refused(capsys, "idea.py", "--output=idea.py")
     for text in ("0", "7,x", "", "-1"):
         said = f"argument --tokens: {text!r}: must be whole numbers from 1 to 16777216, by comma"
         assert said in refused(capsys, f"--tokens={text}")

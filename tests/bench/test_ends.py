@@ -64,6 +64,15 @@ def test_a_signal_leaves_neither_ranks_nor_folders(start, shards, tmp_path, tool
     assert (tmp_path / "ended").exists() and not rank.exists() and not list((tmp_path / "tmp").iterdir())
 
 
+def test_a_killed_tool_takes_its_ranks_along(start, tmp_path):
+    """As an OOM kill does: they went on to their end, beside what was measured next."""
+    process = start("first_minutes.py")
+    rank = Path("/proc", text_of(tmp_path / "rank").strip())
+    process.kill()
+    wait_until(lambda: (tmp_path / "ended").exists() and not rank.exists(), seconds=10)
+    process.communicate()
+
+
 SLOW = """
 import os, time
 open(os.environ["IMPORTING"], "w").close()
@@ -144,6 +153,40 @@ def test_no_version_is_not_all_versions_that_pass(tmp_path):
     done = subprocess.run(command, env={**os.environ, "VERSIONS": " "}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("bench/versions.sh: error: VERSIONS is blank: ")
     assert not done.stdout and not (tmp_path / "made").exists()
+
+
+PYTHON = """#!/bin/bash
+# In place of python3, and of an environment's: notes what pip is to install, and passes each test.
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip "*) echo >>{here}/installs ;;
+    "-m pytest "*) echo "1 passed in 0.01s" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+def test_an_environment_is_that_of_all_three_versions(tmp_path):
+    """It was found by PyTorch's alone, and a pass said of a Triton that was not there; the line tells what is."""
+    (tmp_path / "python3").write_text(PYTHON.format(here=shlex.quote(f"{tmp_path}"), python=shlex.quote(sys.executable)))
+    (tmp_path / "python3").chmod(0o755)
+    for name, version in (("torch", "1.2"), ("triton", "3.4"), ("numpy", "5.6")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{tmp_path}"}
+    command = ["bash", f"{ROOT / 'bench' / 'versions.sh'}", f"{tmp_path / 'made'}"]
+
+    def installs(versions: str) -> int:
+        done = subprocess.run(command, env=environment | {"VERSIONS": versions}, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[-1] == "torch 1.2, Triton 3.4, NumPy 5.6: 1 passed in 0.01s"
+        return len(text_of(tmp_path / "installs").splitlines())
+
+    assert [installs(x) for x in ("2.11.0:3.6.0:2.3.5", "2.11.0:3.6.0:2.3.5", "2.11.0:3.7.1:2.3.5", "2.11.0:3.7.1:2.4.6")] == [1, 1, 2, 3]
+    made = tmp_path / "made" / "2.11.0-3.7.1-2.4.6" / "made"
+    assert made.read_text().startswith("torch==2.11.0\ntriton==3.7.1\nnumpy==2.4.6\n")
+    made.write_text(f"{made.read_text()}a-requirement-of-before\n")
+    assert installs("2.11.0:3.7.1:2.4.6") == 4
 
 
 def test_a_reader_that_has_enough_is_no_fault() -> None:

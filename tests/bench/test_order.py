@@ -553,12 +553,12 @@ def test_a_machine_that_cannot_be_is_one_message(tmp_path: Path, case: str) -> N
         schedule_costs.read_machine(f"{tmp_path / 'machine.json'}")
 
 
-ONE_FILE = r"--picture and --chrome are both /.*: name two files\n$"
 READ = r"(s|t|trace)\.json is what is read, and would be replaced: name another file\n$"  # the trace of a run that was through
+JSON = r"argument --chrome: (idea.py|trace.png): must end in .json\n$"
 REPLACED = {
-    "simulate s.json --picture=x --chrome=./x": ONE_FILE, "search --chrome=x --picture=x": ONE_FILE,
-    "show trace.json --chrome=trace.png": ONE_FILE, "simulate s.json --chrome=./s.json": READ,
-    "search --tasks=t.json --picture=t.json": READ, "show trace.json --chrome trace.json": READ,
+    "simulate s.json --picture=LICENSE": "LICENSE: must end in .png or .svg or ", "search --chrome=idea.py": JSON,
+    "show trace.json --chrome=trace.png": JSON, "simulate s.json --chrome=./s.json": READ,
+    "search --tasks=t.json --chrome=t.json": READ, "show trace.json --chrome trace.json": READ,
 }  # fmt: skip
 
 

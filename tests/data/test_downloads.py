@@ -560,6 +560,18 @@ def test_what_else_is_in_a_folder_of_downloads_stays(hub: Hub, shards: dict[str,
     assert shards_in(client.folder) == first(shards, 2) and [*mine.parent.iterdir()] == [mine]
 
 
+def test_a_link_to_where_downloads_arrive_is_refused(hub: Hub, shards: dict[str, bytes], tmp_path: Path, monkeypatch) -> None:
+    """Behind it files of the shards' names were moved away and replaced."""
+    client, mine = Client(hub, tmp_path / "out", monkeypatch), tmp_path / "mine"
+    mine.mkdir()
+    (mine / list(shards)[0]).write_text("precious")
+    (client.folder / "arriving").symlink_to(mine)
+    monkeypatch.setattr(sys, "argv", ["cached_fineweb10B.py", "1", "--output", str(client.folder)])
+    with pytest.raises(SystemExit, match="arriving is a link: remove it, or name a folder on that disk by --output"):
+        cached_fineweb10B.main()
+    assert hub.log == [] and (mine / list(shards)[0]).read_text() == "precious"
+
+
 def test_the_shards_of_the_other_tool_are_not_replaced(hub: Hub, tmp_path: Path, monkeypatch) -> None:
     client = Client(hub, tmp_path / "out", monkeypatch)
     (client.folder / "progress.json").write_text("{}")

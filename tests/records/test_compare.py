@@ -140,6 +140,7 @@ def test_wrong_input_ends_with_a_message(tmp_path, two_groups):
     [
         *((1, [option], f"{option} takes a baseline and") for option in ("--source", "--rules", "--snippet", "--pairs")),
         (1, ["--json", "--pairs"], "--pairs takes a baseline and another group of LOGS: name both"),
+        (1, ["--plot=idea.py"], "argument --plot: idea.py: must end in .png or .svg or "),
         *((2, ["--json", "--pairs", option], f"--json goes without {option}") for option in ("--source", "--rules", "--snippet")),
     ],
 )
@@ -513,7 +514,7 @@ def test_sources_of_many_lines_are_compared_without_pairing_each_with_each(monke
 
 
 def test_no_picture_takes_the_place_of_a_log(tmp_path):
-    (log := tmp_path / "log").write_bytes(make_log())
+    (log := tmp_path / "log.png").write_bytes(make_log())
     (tmp_path / "link.png").symlink_to(log)
     for path in (log, tmp_path / "link.png"):
         with pytest.raises(SystemExit, match="is one of the logs: name another file"):

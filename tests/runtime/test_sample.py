@@ -215,6 +215,28 @@ def test_modules_of_other_sources_beside_a_script_are_told(logs, tmp_path):
     assert done.stderr.startswith("sample.py: error: not of one project") and done.stderr.endswith(f"run {tmp_path}/sample.py\n")
 
 
+def test_the_sources_of_a_log_have_a_sample_py_that_runs(logs, tmp_path):
+    """Without launch/start.py, which no run imports."""
+    again = tmp_path / "again"
+    subprocess.run([sys.executable, ROOT / "records" / "extract.py", logs / "run.txt", again], check=True, capture_output=True)
+    command = [sys.executable, again / "sample.py", logs / "run" / "step_000008.pt", "abc", "--tokens=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("abc⟫"), done
+
+
+@pytest.mark.parametrize("name", ["secrets.py", "random.py", "queue/__init__.py"])
+def test_a_module_of_pythons_name_beside_a_script_is_named(tmp_path, name):
+    """NumPy imports the first, in a traceback; of the others the advice was to run a sample.py that is not there."""
+    (tmp_path / "idea.py").write_text(SCRIPT.read_text())
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("KEY = 1\n")
+    command = [sys.executable, ROOT / "sample.py", "latest", "abc", "--script", tmp_path / "idea.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    place, module = f"{tmp_path}/{name}".removesuffix("/__init__.py"), name.partition("/")[0].removesuffix(".py")
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr == f"sample.py: error: {place} hides the module {module!r} that others import: rename it\n"
+
+
 def test_a_reader_that_has_enough_is_no_fault(logs):
     checkpoint = logs / "run" / "step_000008.pt"
     line = shlex.join([sys.executable, f"{ROOT / 'sample.py'}", f"{checkpoint}", "abc", "--tokens=2", f"--script={SCRIPT}"])
