@@ -9,6 +9,7 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else in the project
     for path in "$SCRIPT" "$stands/$SCRIPT" "$PWD/$SCRIPT"; do [[ $path == /* && -f $path ]] && break; done
     [[ -f $path ]] || { echo "test.sh: error: no such script: SCRIPT=$SCRIPT, in $stands or $PWD" >&2; exit 1; }
+    [[ $path == *.py ]] || { echo "test.sh: error: SCRIPT=$SCRIPT is no training script, such as train_gpt.py" >&2; exit 1; }
     export SCRIPT=$path
     (($#)) || set -- tests/recipe
 fi

@@ -315,6 +315,8 @@ def search_orders(args: argparse.Namespace, options: list[str]) -> None:
     machine = schedule_costs.read_machine(args.machine)
     ranks = args.ranks or int(machine.ranks_per_node)
     print(f"# Predictions for {machine.name}, {ranks} ranks, in ms\n")
+    if undivided := schedule_costs.refused(h, ranks):
+        print(f"Training refuses so many ranks today: the rows of {', '.join(undivided)} do not divide among them.\n")
     if args.scale:
         return print(scale_table(h, machine, args.scale))
     found = search_kinds(h, machine, ranks)

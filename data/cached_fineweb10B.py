@@ -77,7 +77,7 @@ def with_retries(ask: Callable[[], Result], what: str, arrived: Callable[[], int
                 tried = f"could not fetch {what} from {constants.ENDPOINT} (attempt {attempt} of {ATTEMPTS})"
                 raise DataError(f"{tried}: {reason}") from error
             wait = 2 ** (attempt - 1)
-            console(f"{what}: {reason}; trying again in {wait} s ({attempt} of {ATTEMPTS})", "stderr")
+            console(f"{one_line(what)}: {reason}; trying again in {wait} s ({attempt} of {ATTEMPTS})", "stderr")
             time.sleep(wait)
 
 
@@ -134,7 +134,7 @@ def fetch(
         if keep:
             raise DataError(f"{final} does not have the hash {expected} of the hub's, and is not replaced: move it away")
     if not sys.stderr.isatty():  # where no bar shows it
-        console(f"fetching {name}{f', {tqdm.format_sizeof(size)}B' if size else ''}{place and f' ({place})'}", "stderr")
+        console(f"fetching {one_line(name)}{f', {tqdm.format_sizeof(size)}B' if size else ''}{place and f' ({place})'}", "stderr")
     final.parent.mkdir(parents=True, exist_ok=True)
     part = final.with_name(f"{final.name}.{expected[:16]}.part")
     for old in final.parent.glob(f"{glob.escape(final.name)}.*.part"):

@@ -570,6 +570,14 @@ def test_a_file_that_would_replace_another_is_refused(arguments: str, capsys: py
     assert left.value.code == 2 and re.search(REPLACED[arguments], capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("ranks", [7, 8])
+def test_figures_for_ranks_that_training_refuses_say_so(capsys: pytest.CaptureFixture, monkeypatch, ranks: int) -> None:
+    monkeypatch.setattr(order, "search_kinds", lambda *_: sys.exit(3))  # what comes next, and takes seconds
+    with pytest.raises(SystemExit, match="3"):
+        order.main(["search", f"--ranks={ranks}"])
+    assert ("Training refuses so many ranks today: the rows of value_embeds, " in capsys.readouterr().out) == (ranks == 7)
+
+
 def test_a_step_of_no_length_is_drawn_and_advised_upon(tmp_path, capsys):
     (tmp_path / "tasks.json").write_text('{"tasks": {"a": {"reduce": 0, "update": 0}, "b": {"reduce": 0, "update": 0}}}')
     picture = tmp_path / "step.png"

@@ -560,6 +560,14 @@ def test_what_else_is_in_a_folder_of_downloads_stays(hub: Hub, shards: dict[str,
     assert shards_in(client.folder) == first(shards, 2) and [*mine.parent.iterdir()] == [mine]
 
 
+def test_a_name_of_the_hubs_cannot_move_a_cursor(hub: Hub, client: Client, capsys: pytest.CaptureFixture) -> None:
+    hub.files[f"{CACHED}/\x1b[31m\n.bin"] = b"x"
+    hub.breaks[f"{CACHED}/\x1b[31m\n.bin"] = [("drop", 0)]
+    client.get("\x1b[31m\n.bin")
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == r"fetching \x1b[31m .bin, 1.00B" and r"/\x1b[31m .bin: " in told[1] and len(told) == 2
+
+
 def test_a_link_to_where_downloads_arrive_is_refused(hub: Hub, shards: dict[str, bytes], tmp_path: Path, monkeypatch) -> None:
     """Behind it files of the shards' names were moved away and replaced."""
     client, mine = Client(hub, tmp_path / "out", monkeypatch), tmp_path / "mine"

@@ -53,4 +53,5 @@ def test_the_script_is_the_one_where_the_user_stands(tmp_path: Path, where: str)
     assert said("train_gpt.py") == said(found) == (7, f"{found}\n")
     unset = "test.sh: error: SCRIPT is empty: unset it, or name a script (is a shell variable not set?)\n"
     assert said("") == (1, unset)
+    assert said("README.md") == (1, "test.sh: error: SCRIPT=README.md is no training script, such as train_gpt.py\n")
     assert said("nowhere.py") == (1, f"test.sh: error: no such script: SCRIPT=nowhere.py, in {tmp_path} or {ROOT}\n")
