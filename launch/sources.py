@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -14,8 +15,6 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 from zipimport import zipimporter
-
-from launch.machine import checksum, machine_facts, settings_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTINUED = re.compile(rb"\\(?:\r\n|\r|\n)")
@@ -108,30 +107,33 @@ class Sources:
         return texts
 
     def _note_opened(self, event: str, given: tuple) -> None:
-        if event == "open" and isinstance(given[0], str) and not (given[2] or 0) & (os.O_WRONLY | os.O_RDWR):
-            self.opened.add(given[0])
+        if event == "open" and len(given) == 3 and isinstance(given[0], str):
+            if not (given[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+                self.opened.add(given[0])
 
     def read(self, settings: Any) -> dict[str, str]:
-        """A checksum of each file that the run has read by now, as its script's configuration, by its name: of those beside or
+        """The CRC-32 of each file that the run has read by now, as its script's configuration, by its name: of those beside or
         below the script, in the project, or with a relative name; not of sources, data, logs, checkpoints and installed packages."""
         own = (getattr(settings, name, "") for name in ("data", "log_dir", "resume"))
         others = (sys.prefix, sys.base_prefix, *map(os.environ.get, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")))
         left, found = {Path(x).resolve() for x in (*own, *others) if x}, {}
         for name in sorted(self.opened):
-            path = Path(name).resolve()
-            near = [folder for folder in (self.path.parent, ROOT) if path.is_relative_to(folder)]
-            inside = path.relative_to(near[0]) if near else Path(name)
-            hidden = any(part.startswith(".") and part != ".." for part in inside.parts) or INSTALLED.search(f"{path}")
-            if inside.is_absolute() or hidden or path.suffix in (".py", ".pyc") or left & {path, *path.parents}:
-                continue
-            with suppress(OSError):  # it has gone, or is no longer to be read
+            with suppress(OSError, RuntimeError, ValueError):  # it has gone, may no longer be read, or leads in a circle
+                path = Path(name).resolve()
+                near = [folder for folder in (self.path.parent, ROOT) if path.is_relative_to(folder)]
+                inside = path.relative_to(near[0]) if near else Path(name)
+                hidden = any(part.startswith(".") and part != ".." for part in inside.parts) or INSTALLED.search(f"{path}")
+                if inside.is_absolute() or hidden or path.suffix in (".py", ".pyc") or left & {path, *path.parents}:
+                    continue
                 if path.is_file():
                     with open(path, "rb") as file:
-                        found[f"{inside}".encode("unicode_escape").decode()] = checksum(file.read(READ_OF_A_FILE))
+                        found[f"{inside}".encode("unicode_escape").decode()] = f"CRC-32 {zlib.crc32(file.read(READ_OF_A_FILE)):08x}"
         return found
 
     def facts(self, texts: dict[str, str], ranks: Any, settings: Any, more: list[str]) -> list[str]:
         """The log's environment, a line each: machine, what the sources of these texts read, more, script and settings."""
+        from launch.machine import machine_facts, settings_text  # not above: the tools in records/ need no PyTorch
+
         machine = machine_facts(ranks.device, ranks.world_size, texts, self.read(settings))
         return [*machine, *more, f"{self.script} {settings_text(settings)}"]
 

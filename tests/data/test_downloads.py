@@ -463,13 +463,15 @@ def test_a_download_of_many_breaks_arrives_and_one_without_progress_ends(
 
 def test_a_kill_loses_nothing_that_has_arrived(hub: Hub, shards: dict[str, bytes], tmp_path: Path) -> None:
     name = "fineweb_val_000000.bin"
-    hub.breaks[f"{CACHED}/{name}"] = [("stall", 900)]
-    process = start("cached_fineweb10B.py", hub, tmp_path, "0")
-    assert hub.stalled.wait(30)
+    hub.breaks[f"{CACHED}/{name}"] = [("stall", 900), *[("stall", 0)] * 4]  # what has come is written when the client gives up
+    script = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import cached_fineweb10B as tool; tool.TIMEOUT = 2.0; tool.main()"
+    command = [sys.executable, "-c", script, *start_command("cached_fineweb10B.py", tmp_path)[2:], "0"]
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment_of(hub, tmp_path), cwd=tmp_path, **pipes)
     wait_until(lambda: sum(path.stat().st_size for path in tmp_path.rglob("*.part")) == 900)
     process.kill()
-    process.communicate()
-    hub.log.clear()
+    process.wait()
+    hub.breaks.clear(), hub.log.clear()
     assert run("cached_fineweb10B.py", hub, tmp_path, "0")[0] == 0
     assert hub.gets() == [(f"{CACHED}/{name}", "bytes=900-")] and shards_in(tmp_path / "out") == first(shards, 1)
 

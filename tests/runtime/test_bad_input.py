@@ -242,12 +242,14 @@ KEYS = [b"X\x01\0\0\0" + key for key in (b"a", b"b")]
 NESTS = {
     "in itself": b"}q\0" + KEYS[0] + b"h\0s",
     "deep": (b"}" + KEYS[0]) * 5000 + b"}" + b"s" * 5000,
+    "a list in itself": b"]q\0h\0a",
+    "lists deep": b"]" * 5000 + b"a" * 4999,
     "of 2**60 leaves": b"}q\0" + b"".join(b"}%sh%cs%sh%csq%c" % (KEYS[0], i, KEYS[1], i, i + 1) for i in range(60)),
 }  # fmt: skip
 FILES = {
     "a number of 5000 digits": (  # PyTorch would advise to unpickle whatever it is
         lambda _: of_pickle(b"\x8b\0\x10\0\0" + b"x" * 4096), "holds what cannot be loaded: UnpicklingError: Unsupported operand 139\n"),
-    **{f"dicts {name}": (lambda _, text=text: of_pickle(text), "holds what cannot be loaded: ValueError: dicts within themselves")
+    **{f"nests {name}": (lambda _, text=text: of_pickle(text), "holds what cannot be loaded: ValueError: dicts or lists within themselves")
        for name, text in NESTS.items()},
     "empty": (lambda _: b"", "not a checkpoint of this version"),
     "text": (lambda _: b"hello", r"not a checkpoint of this version \(begins with b'hello'\)"),

