@@ -15,7 +15,7 @@ if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else 
 fi
 python=$(command -v python3 || command -v python) || { echo "test.sh: error: no python3 on the PATH" >&2; exit 1; }
 python=$("$python" launch/environment.py --for=test.sh requirements.txt records/requirements.txt tests/requirements.txt)
-# Files of tests side by side, one more than cores, as some wait for processes, and the slow ones not last; one after the other
-# where they would share a GPU.
+# Files of tests side by side, one more than cores, as some wait for processes, the slowest first (tests/conftest.py); one after
+# the other where they would share a GPU.
 workers=$("$python" -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, 1 + len(os.sched_getaffinity(0))))')
 exec "$python" -m pytest --numprocesses="$workers" --dist=loadfile --no-loadscope-reorder "$@"

@@ -37,6 +37,19 @@ settings.register_profile("bankrun", deadline=None, derandomize=True, database=N
 settings.load_profile("bankrun")
 
 
+SLOW = [  # files, the slowest first: they begin before all others, so that no worker is left with one of them at the end
+    "faults/test_start.py", "faults/test_running.py", "runtime/test_checkpoints.py", "bench/test_codegen.py",
+    "runtime/test_joining.py", "records/test_race.py", "kernels/test_interpreted.py", "runtime/test_warm_up.py",
+    "data/test_downloads.py", "runtime/test_sample.py", "runtime/test_sources.py", "runtime/test_trouble.py",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    last = len(SLOW)
+    places = {ROOT / "tests" / name: at for at, name in enumerate(SLOW)}
+    items.sort(key=lambda item: places.get(item.path, last))
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage looks through PyTorch's million objects again. A sixth of the
     time of tests that compile, a quarter of finding all."""
