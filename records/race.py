@@ -148,12 +148,17 @@ def set_cut_aside(log: Path) -> None:
         undo.pop_all()
 
 
+def made_on(log: RunLog) -> dict[str, str]:
+    """What runs of two scripts share. What a script reads, as its configuration, is its own."""
+    return {name: value for name, value in made_with(log).items() if name != "read by its sources"}
+
+
 def check_alike(logs: dict[Path, tuple[int, RunLog]]) -> None:
     """Raise RaceError if the last of the complete logs, (script, log) by path, was made otherwise than one before: on other data,
-    as where a path is relative, by other versions, on other ranks, or, of one script, with other variables."""
+    as where a path is relative, by other versions, on other ranks, or, of one script, with other variables, or of other files."""
     *before, (path, (script, log)) = logs.items()
     for other_path, (other_script, other) in before:
-        same = kind if script == other_script else made_with
+        same = kind if script == other_script else made_on
         tokens = "".join(f"other tokens in {name}" for name in other_tokens(other, log)[:1])
         told, told_before = (run.facts.get("variables", "none") for run in (log, other))  # another tree may tell others
         variables = f"variables: {told_before} → {told}" if script == other_script and told != told_before else ""

@@ -377,6 +377,20 @@ def test_a_run_on_other_data_ends_the_race(track, tmp_path, monkeypatch, after):
     track()
 
 
+def test_a_script_may_read_what_the_other_does_not(track, tmp_path):
+    """A configuration beside an idea: the race went on with another one. The baseline reads none."""
+    data, after = tmp_path / "calls.txt.data", tmp_path / "logs" / "after"
+    track()
+    for seed in range(3):
+        (after / f"seed{seed}.txt").unlink()
+    data.write_text("0000000a\nread by its sources: config.json='CRC-32 00000001'")
+    track()
+    (after / "seed1.txt").unlink()
+    data.write_text("0000000a\nread by its sources: config.json='CRC-32 00000002'")
+    with pytest.raises(SystemExit, match="seed0.txt: read by its sources config.json='CRC-32 00000001' → config.json='CRC-32 00000002'"):
+        track()
+
+
 def test_a_run_with_other_variables_ends_the_race(track, tmp_path):
     """It went on seven times slower, under a note. Another script may tell others, as of another version of the project."""
     track()
