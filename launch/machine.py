@@ -74,8 +74,10 @@ def is_logged(name: str, value: str) -> bool:  # none that launchers set, and no
 
 
 def usable_cores() -> int:
-    """Those that this process may use, where the system says."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Those that this process may use, where the system says; no more than OpenMP may have threads, or products would be wrong."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    return min(cores, int(limit)) if limit.isdigit() else cores
 
 
 def seed_random(*numbers: int) -> None:

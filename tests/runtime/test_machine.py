@@ -8,7 +8,7 @@ import re
 import torch
 
 import train_gpt
-from launch.machine import VARIABLES, machine_facts, settings_text
+from launch.machine import VARIABLES, machine_facts, settings_text, usable_cores
 
 
 def test_variables_that_change_what_is_computed_are_told(monkeypatch):
@@ -36,6 +36,13 @@ def test_variables_that_the_sources_read_are_told(monkeypatch):
     ours = 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")'  # launch/'s own
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert not [line for line in machine_facts(torch.device("cpu"), 1, {"idea.py": "x", "a.py": ours}) if line.startswith("read by")]
+
+
+def test_a_rank_asks_for_no_more_threads_than_openmp_may_have(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    for limit, cores in (("3", 3), ("64", 8), ("", 8), ("none", 8)):
+        monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
+        assert usable_cores() == cores
 
 
 def test_variables_that_make_a_run_slower_are_told(monkeypatch):
