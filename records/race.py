@@ -42,6 +42,7 @@ OWN = ("seed", "log_dir", "run_id", "resume")  # options that the race gives
 ENDS = (".trace.json", "", ".txt")  # of what a run leaves: its trace, the folder of its checkpoints, its log
 ADVICE = {  # by a run's code, where it would end so again
     0: "So would the next: mend the script, and begin anew, with another --logs",
+    1: "Mend what it says above, if anything: the same command goes on from there",
     2: "Mend what it says above: then the same command goes on; other options or sources are a race of another --logs",
 }
 PART_OF_IT = re.compile(r"seed\d+(?:\.cut\d+)?\.txt")

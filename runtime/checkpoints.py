@@ -141,10 +141,10 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
             fault = f"{files} checkpoints need {size:,} bytes, {free:,} are free: make room or lower --keep_checkpoints"
     except OSError as error:  # a full disk names no file
         fault = f"cannot be written: {reason(error)}: see to it, or give another --log_dir"
+    for made in new:
+        with contextlib.suppress(OSError):  # who holds something, or was not made
+            made.rmdir()
     if fault:
-        for made in new:
-            with contextlib.suppress(OSError):  # who holds something, or was not made
-                made.rmdir()
         raise OSError(f"{folder}: {fault}")
 
 

@@ -321,6 +321,9 @@ def test_folders_that_have_no_room_are_left_as_they_were(tmp_path, monkeypatch, 
     with pytest.raises(OSError, match="/logs/run: 3 checkpoints need .* make room or lower --keep_checkpoints"):
         checkpoints.check_room(tmp_path / "logs" / "run", {}, 1, 2, 8)
     assert [*tmp_path.rglob("*")] == before
+    monkeypatch.undo()
+    checkpoints.check_room(tmp_path / "logs" / "run", {}, 1, 2, 8)  # nor where there is room: the first save makes them
+    assert [*tmp_path.rglob("*")] == before
 
 
 def test_files_with_a_checkpoints_name_make_no_room(tmp_path, monkeypatch):

@@ -126,6 +126,25 @@ def test_its_messages_bear_the_name_of_the_command_that_was_typed(tmp_path, scri
     assert done.returncode == 1 and re.fullmatch(rf"{script}: error: \S*requirements.txt: cannot be read: .*\n", done.stderr)
 
 
+@pytest.mark.parametrize("arguments, missing", [
+    (["tests/nosuch.py"], "tests/nosuch.py"), (["tests", "records"], ""), (["-k", "welch"], ""), (["-kwelch", "tests/b.py::c"], "tests/b.py::c"),
+    (["--durations", "9"], ""), (["tests/one.py::two", "--maxfail=1", "nosuch"], "nosuch"),
+])  # fmt: skip
+def test_tests_that_are_not_there_are_named(tmp_path, arguments, missing):
+    """pytest's workers said "no tests ran", and nothing of the path."""
+    for folder in ("launch", "tests", "records"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "tests" / "one.py").touch()
+    shutil.copy(Path(environment.ROOT, "test.sh"), tmp_path / "test.sh")
+    (tmp_path / "launch" / "environment.py").write_text("import sys; print('python3')")
+    (tmp_path / "torch.py").write_text("class cuda:\n    is_available = staticmethod(bool)")
+    (tmp_path / "pytest.py").write_text("import sys; print(sys.argv[4:])")
+    command = ["bash", tmp_path / "test.sh", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": f"{tmp_path}"})
+    said = f"test.sh: error: no such tests: {missing}, in {tmp_path}\n" if missing else ""
+    assert (done.returncode, done.stderr, done.stdout) == (bool(missing), said, "" if missing else f"{arguments}\n")
+
+
 def test_only_lines_that_apply_are_asked_for(monkeypatch, tmp_path):
     path = tmp_path / "requirements.txt"
     path.write_text('# all\nnumpy==9.9  # from 2.0\nabsent==1; platform_system == "Linux"  # from 0.9, module absent_too\n')
