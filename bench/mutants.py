@@ -388,7 +388,7 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "launch/__init__.py": (
         ("OpenMP gives fewer threads than PyTorch asks for",
-         "faults/environment::test_threads_are_told_to_wait_asleep_before_pytorch_loads", "    os.environ.pop(name, None)", "    pass"),
+         "faults/environment::test_threads_are_told_to_wait_asleep_before_pytorch_loads", 'os.environ.pop("OMP_DYNAMIC", None)', "pass"),
     ),
     "launch/console.py": (
         ("what a thread of an idea still writes is lost", "faults/running::test_what_aborts_an_ending_interpreter_ends_no_finished_run",
@@ -443,12 +443,12 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "launch/signals.py": (
         ("a validation's batch has the time of a step",
-         "runtime/signals::test_a_batch_of_a_validation_has_the_time_of_a_collective", ", PAUSE_TO_STOP * self.pausing)", ")"),
+         "runtime/signals::test_what_is_slow_has_more_time", ", PAUSE_TO_STOP * self.pausing)", ")"),
         ("one rank alone is ended by a signal that comes twice", "runtime/signals::test_ranks_that_stop_are_deaf_to_a_second_signal",
          "(self.has_peers or self.launched)", "self.has_peers"),
         ("what ends a forked worker ends the run", "runtime/signals::test_a_signal_to_a_forked_worker_ends_it_alone",
          "after_in_child=forget_in_child", "after_in_child=hold_no_more"),
-        ("a slow machine has no more time", "runtime/signals::test_a_slow_machine_has_more_time_for_its_step",
+        ("a slow machine has no more time", "runtime/signals::test_what_is_slow_has_more_time",
          "STEPS_TO_STOP * seconds / steps, PAUSE", "0.0, PAUSE"),
         ("a checkpoint that takes long is given up", "runtime/signals::test_a_checkpoint_takes_as_long_as_it_takes",
          "if self.saving or not self.has_peers:", "if not self.has_peers:"),

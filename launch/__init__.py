@@ -9,8 +9,15 @@ import os
 # process computes: 200 small operations of two threads beside one such process took 1,895 and 3,544 ms, so 87 and 204 ms.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # PyTorch leaves parts of a product unwritten where OpenMP gives it fewer threads than it asks for: as by the machine's load.
-for name in ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS"):
-    os.environ.pop(name, None)
-if (limit := os.environ.get("OMP_THREAD_LIMIT", "")).isdigit():  # launch/machine.py asks for no more in a run
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    os.environ["OMP_NUM_THREADS"] = f"{min(int(limit), int(given) if given.isdigit() else int(limit))}"
+os.environ.pop("OMP_DYNAMIC", None)
+os.environ.pop("OMP_MAX_ACTIVE_LEVELS", None)
+
+
+def threads_at_most(name: str = "OMP_THREAD_LIMIT") -> int | None:
+    """What a variable of OpenMP's says, if it is a number of threads."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+if limit := threads_at_most():  # in a run launch/machine.py asks for no more
+    os.environ["OMP_NUM_THREADS"] = f"{min(limit, threads_at_most('OMP_NUM_THREADS') or limit)}"

@@ -373,9 +373,10 @@ def write_open_files() -> None:
     closed = ((getattr(sys.modules.get(module), name, ()), "close") for module, name in CLOSED_BY_PYTHON)
     kinds = [(io.TextIOWrapper, "flush"), *closed, ((io.BufferedWriter, io.BufferedRandom), "flush")]
     held = gc.get_objects()
-    types = {id(type(x)): type(x) for x in held}  # few: to ask each object would take most of a second
-    wanted = {number for number, x in types.items() if any(issubclass(x, kind) for kind, _ in kinds)}
-    files = [x for x in held if id(type(x)) in wanted]
+    number = object.__hash__  # as id, which would wake audit hooks a million times
+    types = {number(type(x)): type(x) for x in held}  # few: to ask each object would take most of a second
+    wanted = {place for place, x in types.items() if any(issubclass(x, kind) for kind, _ in kinds)}
+    files = [x for x in held if number(type(x)) in wanted]
     for kind, write in kinds:
         for file in files:
             with contextlib.suppress(Exception):  # closed, a full disk, an idea's own

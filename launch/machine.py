@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 
+from launch import threads_at_most
 from launch.console import RunError, encoded
 
 # What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
@@ -30,7 +31,7 @@ READ = re.compile(
 )
 IN_QUOTES = re.compile(r"""["'](\w+)["']""")  # so may a script's own, by whatever name os.environ has there
 NUMBER = re.compile(r"[-+.\de]{1,8}")  # no secret, of a name that does not end in such a word: BATCH_TOKENS
-LAUNCHERS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+")
+LAUNCHERS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+|OMP_NUM_THREADS")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "AUTH", "CREDENTIAL")
 OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -76,8 +77,7 @@ def is_logged(name: str, value: str) -> bool:  # none that launchers set, and no
 def usable_cores() -> int:
     """Those that this process may use, where the system says; no more than OpenMP may have threads, or products would be wrong."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = os.environ.get("OMP_THREAD_LIMIT", "")
-    return min(cores, int(limit)) if limit.isdigit() else cores
+    return min(cores, threads_at_most() or cores)
 
 
 def seed_random(*numbers: int) -> None:

@@ -113,21 +113,22 @@ class Sources:
 
     def read(self, settings: Any) -> dict[str, str]:
         """The CRC-32 of each file that the run has read by now, as its script's configuration, by its name: of those beside or
-        below the script, in the project, or with a relative name; not of sources, data, logs, checkpoints and installed packages."""
+        below the script, in the project, or with a relative name; not of sources, data, logs, checkpoints and packages."""
         own = (getattr(settings, name, "") for name in ("data", "log_dir", "resume"))
         others = (sys.prefix, sys.base_prefix, *map(os.environ.get, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")))
         left, found = {Path(x).resolve() for x in (*own, *others) if x}, {}
-        for name in sorted(self.opened):
+        for name in sorted(name for name in self.opened if not name.endswith((".py", ".pyc"))):  # those are most
             with suppress(OSError, RuntimeError, ValueError):  # it has gone, may no longer be read, or leads in a circle
                 path = Path(name).resolve()
                 near = [folder for folder in (self.path.parent, ROOT) if path.is_relative_to(folder)]
                 inside = path.relative_to(near[0]) if near else Path(name)
                 hidden = any(part.startswith(".") and part != ".." for part in inside.parts) or INSTALLED.search(f"{path}")
-                if inside.is_absolute() or hidden or path.suffix in (".py", ".pyc") or left & {path, *path.parents}:
+                if inside.is_absolute() or hidden or left & {path, *path.parents}:
                     continue
                 if path.is_file():
                     with open(path, "rb") as file:
-                        found[f"{inside}".encode("unicode_escape").decode()] = f"CRC-32 {zlib.crc32(file.read(READ_OF_A_FILE)):08x}"
+                        octets = file.read(READ_OF_A_FILE)
+                    found[f"{inside}".encode("unicode_escape").decode()] = f"CRC-32 {zlib.crc32(octets):08x}"
         return found
 
     def facts(self, texts: dict[str, str], ranks: Any, settings: Any, more: list[str]) -> list[str]:

@@ -814,7 +814,10 @@ def test_paths_mean_the_folder_in_which_the_user_stands(start, shards, tmp_path,
     monkeypatch.chdir(tmp_path)
     shutil.copytree(shards, tmp_path / "mine")
     _, _, (_, command) = start("--data=mine", "--log_dir=here", *TINY)
-    assert command[3:] == ["--data=mine", "--log_dir=here", *TINY] and (tmp_path / "here").is_dir()
+    assert command[3:] == ["--data=mine", "--log_dir=here", *TINY] and not (tmp_path / "here").exists()  # the run makes it
+    (tmp_path / "file").touch()
+    code, lines, _ = start("--data=mine", "--log_dir=file/here", *TINY)
+    assert code == 1 and "error: file/here: cannot be written: file/here is no folder" in lines[-1], lines
     _, _, (_, command) = start("--data=mine", *TINY)
     assert command[3:] == ["--data=mine", *TINY, f"--log_dir={ROOT / 'logs'}"]
     code, lines, _ = start("--data=mine", *TINY, "--resume=there.pt")

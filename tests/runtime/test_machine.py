@@ -33,14 +33,15 @@ def test_variables_that_the_sources_read_are_told(monkeypatch):
     alias = "env = os.environ\nN = 'LR'; env.get (\"DEPTH\"), environb[b'FLAG'], env['BATCH_TOKENS'], env['HF_TOKENS'], env['RANK']"
     told = machine_facts(torch.device("cpu"), 1, {"ideas/idea.py": "x", "ideas/mine.py": alias, "launch/other.py": "'OTHER'"})
     assert [x for x in told if x.startswith("read by")] == ["read by its sources: BATCH_TOKENS='16384', DEPTH='1.5', FLAG='1.5', LR='1.5'"]
-    ours = 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")'  # launch/'s own
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # told with the CPU
+    ours = 'os.environ["OMP_NUM_THREADS"], os.environ.setdefault("OMP_WAIT_POLICY", "passive")'  # launch/'s own
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert not [line for line in machine_facts(torch.device("cpu"), 1, {"idea.py": "x", "a.py": ours}) if line.startswith("read by")]
 
 
 def test_a_rank_asks_for_no_more_threads_than_openmp_may_have(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
-    for limit, cores in (("3", 3), ("64", 8), ("", 8), ("none", 8)):
+    for limit, cores in (("3", 3), ("64", 8), ("", 8), ("none", 8), ("0", 8), ("\u00b2", 8)):
         monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
         assert usable_cores() == cores
 

@@ -178,21 +178,29 @@ def test_the_same_signal_at_once_is_one_and_later_a_second(tmp_path):
     assert re.findall(r"(\S+) in step", said) == ["0.0", "0.2", f"{1.5 * ONE_SIGNAL}"] and "SIGTERM: ended at once" in said
 
 
-def test_a_slow_machine_has_more_time_for_its_step(tmp_path, monkeypatch):
-    """Here steps of 1 s where 0.2 s are usual; a step that has begun may take four of them."""
-    monkeypatch.setattr(signals, "STOP_TIMEOUT", 0.2)
+SLOW = {  # the state in which a signal comes; for how long it goes well; until when
+    "a slow machine": (dict(pace=(30.0, 30)), 2.0, 4),  # steps of 1 s where 0.2 s are usual: one that has begun may take four
+    "a validation": (dict(pausing=True), 1.0, 2),  # two healthy ranks left a long batch without saving, and named each other
+}
 
-    def slow_machine() -> None:
+
+@pytest.mark.parametrize("case", SLOW)
+def test_what_is_slow_has_more_time(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(signals, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(signals, "PAUSE_TO_STOP", 2.0)
+    state, well, seconds = SLOW[case]
+
+    def slow() -> None:
         with Signals() as heard:
-            heard.in_training, heard.has_peers, heard.pace = True, True, (30.0, 30)
+            vars(heard).update(state, in_training=True, has_peers=True)
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(2)
+            time.sleep(well)
             print("ended", flush=True)
             time.sleep(50)
 
-    assert exit_code(forked(slow_machine, tmp_path / "output"), 20) == 143
+    assert exit_code(forked(slow, tmp_path / "output"), 20) == 143
     said = text_of(tmp_path / "output")
-    assert "ended\n" in said and said.endswith("the step did not end within 4 s: another rank has died or hangs\n")
+    assert "ended\n" in said and said.endswith(f"the step did not end within {seconds} s: another rank has died or hangs\n")
 
 
 @pytest.mark.parametrize("has_peers, code", [(True, 143), (False, 0)])
@@ -225,24 +233,6 @@ def test_a_checkpoint_takes_as_long_as_it_takes(tmp_path, monkeypatch):
     assert exit_code(forked(slow_disk, tmp_path / "output"), 10) == 143
     said = text_of(tmp_path / "output")
     assert "step 3 False\n" in said and said.endswith("the step did not end within 0 s: another rank has died or hangs\n")
-
-
-def test_a_batch_of_a_validation_has_the_time_of_a_collective(tmp_path, monkeypatch):
-    """It takes longer than steps do: two healthy ranks left without saving, and named each other."""
-    monkeypatch.setattr(signals, "STOP_TIMEOUT", 0.2)
-    monkeypatch.setattr(signals, "PAUSE_TO_STOP", 2.0)
-
-    def slow_validation() -> None:
-        with Signals() as heard:
-            heard.in_training = heard.has_peers = heard.pausing = True
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
-            print("validated", flush=True)
-            time.sleep(50)
-
-    assert exit_code(forked(slow_validation, tmp_path / "output"), 10) == 143
-    said = text_of(tmp_path / "output")
-    assert "validated\n" in said and said.endswith("the step did not end within 2 s: another rank has died or hangs\n")
 
 
 def test_a_run_is_in_a_pause_while_it_validates(shards, tmp_path, monkeypatch, no_warm_up):
