@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import functools
 import os
 import re
 import sys
@@ -75,10 +76,13 @@ class Sources:
         ours, more = set(), {self.path, *loaded}
         if running := getattr(sys.modules.get("__main__"), "__file__", None):  # the script, in a run
             loaded |= {*places(running)}
+        folders = [self.path.parent, ROOT]  # in the order in which a run looks there
+        added = (Path(place, "x.py") for place in sys.path if os.path.isdir(place))
+        folders += [file.parent for file in added if self._beside(f"{file}")]  # what the script adds, no packages
         while more:
             self.contents |= {path: path.read_bytes() for path in more - self.contents.keys()}
             self.stems |= {*map(stem, more)}
-            self.named |= {path: self._named_in(path, path in loaded) for path in more - self.named.keys()}
+            self.named |= {path: self._named_in(path, path in loaded, folders) for path in more - self.named.keys()}
             ours, more = ours | more, set().union(*map(self.named.get, more)) - ours - more
         ours -= self.broken - loaded
         named: dict[str, Path] = {}
@@ -182,23 +186,19 @@ class Sources:
         files = files_of(Path(*name.split(".")), (self.path.parent, ROOT))
         return next((file for file in files if file in self.contents), None)
 
-    def _named_in(self, path: Path, is_loaded: bool) -> set[Path]:
+    def _named_in(self, path: Path, is_loaded: bool, folders: Sequence[Path]) -> set[Path]:
         """Our files that a file's import statements name, also within functions: those are imported once a step calls them.
+        folders: where a run looks, in this order.
         Statements that are not indented have run if the file is loaded: what they named is loaded too."""
         lines = CONTINUED.sub(b" ", self.contents[path]).replace(b"\r", b"\n")
         if is_loaded and not LATER_IMPORT.search(lines) and not any(name.encode() in lines for name in BY_TEXT):
             return set()
-        try:
-            tree = ast.parse(self.contents[path])
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # not to be imported either: no log needs it
+        if (statements := all_imports(self.contents[path])) is None:  # not to be imported either: no log needs it
             self.broken.add(path)
             return set()
-        folders = [self.path.parent, ROOT]  # in the order in which a run looks there
-        added = (Path(place, "x.py") for place in sys.path if os.path.isdir(place))
-        folders += [file.parent for file in added if self._beside(f"{file}")]  # what the script adds, no packages
         here = {name.partition(".")[0] for folder in folders for name in os.listdir(folder)}
         found = set()
-        for node in (*imports(tree), *imports_by_text(tree)):
+        for node in statements:
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
                 base = [node.module] if node.module else []
@@ -297,6 +297,16 @@ class AsRead(SourceFileLoader):
         return self.content
 
 
+@functools.cache
+def all_imports(source: bytes) -> list[ast.Import | ast.ImportFrom] | None:
+    """The import statements of a source, and the calls that stand for some; None of what Python cannot parse."""
+    try:
+        tree = ast.parse(source)
+        return [*imports(tree), *(imports_by_text(tree) if any(name.encode() in source for name in BY_TEXT) else ())]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
 def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     """The import statements, wherever they stand."""
     for body in (getattr(tree, name, ()) for name in ("body", "orelse", "finalbody", "handlers", "cases")):
@@ -315,10 +325,12 @@ def imports_by_text(tree: ast.AST) -> Iterator[ast.Import]:
             yield ast.Import([ast.alias(name)])
 
 
-def imported_names(text: str) -> set[str]:
+@functools.cache
+def imported_names(text: str) -> frozenset[str]:
     """The roots of the modules that a text's lines seem to import, and of all names in quotes on those that import by a text."""
     plain = (name for names in PLAIN_IMPORT.findall(text) for name in names.replace("\\\n", " ").split(",") if name.strip())
-    return {name.split()[0].partition(".")[0] for name in plain} | {*FROM_IMPORT.findall(text), *quoted_names(text)}
+    roots = (name.split()[0].partition(".")[0] for name in plain)
+    return frozenset((*roots, *FROM_IMPORT.findall(text), *quoted_names(text)))
 
 
 def quoted_names(text: str) -> set[str]:

@@ -72,9 +72,6 @@ def named_by(script: Path) -> frozenset[Path]:
     return frozenset(path for path in found.named if not path.is_relative_to(ROOT / "records"))  # this process's own
 
 
-words = functools.cache(imported_names)
-
-
 def sources(scripts: list[Path]) -> dict[str, str]:
     """The digest of each file that a run may import: what import statements name, also those of files that have come since, and
     what starts it. Others that lie beside the scripts, as the next idea, are none."""
@@ -83,7 +80,7 @@ def sources(scripts: list[Path]) -> dict[str, str]:
     files, more = set(), {*scripts, ROOT / "launch" / "start.py"}.union(*map(named_by, scripts))
     while more := {path for path in more if path.is_file()} - files:
         files |= more
-        named = set().union(*(words(path.read_text(encoding="utf-8", errors="replace")) for path in more))
+        named = set().union(*(imported_names(path.read_text(encoding="utf-8", errors="replace")) for path in more))
         more = {path for path in lie if stem(path) in named}
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 

@@ -277,7 +277,9 @@ def test_room_is_wanted_for_what_will_be_saved(start, shards, tmp_path, monkeypa
     monkeypatch.setattr(checkpoints, "check_room", lambda _, layout, ranks, keep, saves: asked.append(bool(layout) * saves))
     code, lines, _ = start(*arguments)
     assert code == 0, lines
-    train_gpt.main(arguments)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: sys.exit("far enough"))
+    with pytest.raises(SystemExit, match="far enough"):
+        train_gpt.main(arguments)
     assert asked == [saves] * (1 + bool(save_every))
 
 

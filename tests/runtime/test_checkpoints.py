@@ -102,7 +102,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("source", DRAWS)
-def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypatch, source):
+def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypatch, source, no_warm_up):
     """Dropout, or a depth by chance: the numbers of a step, and of a validation, are its own, whatever came before."""
     monkeypatch.setattr(train_gpt, "residual_add", DRAWS[source])
     one, two = tmp_path / "one", tmp_path / "two"
