@@ -511,7 +511,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a module that a text names is not held", "runtime/sources::test_so_is_what_it_imports_from_a_folder_that_the_script_adds_and_by_a_text",
          "*(imports_by_text(tree) if any(name.encode() in source for name in BY_TEXT) else ())]", "]"),
         ("a name that a line imports is a module", "runtime/sources::test_a_module_from_elsewhere_is_refused",
-         "| {*FROM_IMPORT.findall(text), *quoted", "| {*re.findall(r'import (\\w+)', text), *FROM_IMPORT.findall(text), *quoted"),
+         "(*roots, *FROM_IMPORT", "(*re.findall(r'import (\\w+)', text), *roots, *FROM_IMPORT"),
         ("what a function imports on a line that Python continues is not in the log",
          "runtime/sources::test_what_a_loaded_file_imports_later_is_held_however_its_lines_end",
          'lines = CONTINUED.sub(b" ", self.contents[path])', "lines = self.contents[path]"),
