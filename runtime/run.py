@@ -121,7 +121,7 @@ class Run:
         """Wait for all ranks' losses and signals. Raises AgreedError, naming parameters, for a loss that is not finite."""
         loss, self.signals.agreed = self.current.read()
         if not math.isfinite(loss):
-            fault = f"the training loss is {loss} at step {step}: stopped before its update; {self._name_non_finite()}"
+            fault = f"the training loss is {loss} at step {step}: stopped before its update; {self._not_finite(loss)}"
             self.ranks.raise_together(RunError(f"{fault}; lower the learning rate or look at the last change"))
 
     def end_step(self) -> None:
@@ -172,18 +172,18 @@ class Run:
         """Write a validation's line, unless it was cut short. Raises AgreedError for numbers that are not finite, and for
         weights that are not the ranks' common ones: on GPUs, whose kernels may round otherwise, that is told."""
         if not self.signals.agreed:
-            if (culprits := self._name_non_finite()) or not math.isfinite(loss):
+            if culprits := self._not_finite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
             if fault := apart(self.ranks.gather(checksums("weights", self.manager.live_tensors()["weights"])), step):
                 self.ranks.raise_together(None if self.ranks.device.type == "cuda" else RunError(fault))
                 self.log.write(f"caution: {fault}", console=True)
             self.log.write(step_line(step, self.total, self.clock.before, loss), console=True)
 
-    def _name_non_finite(self) -> str:  # labels of weights, or else of gradients, on any rank; empty if all is finite
+    def _not_finite(self, loss: float) -> str:  # labels of weights, or else of gradients, on any rank; empty if all is finite
         for kind, tensors in self.manager.live_tensors().items():
             if bad := set().union(*self.ranks.gather(non_finite(tensors))):
                 return f"not finite: the {kind} of {', '.join(label for label in tensors if label in bad)}"
-        return ""
+        return "" if math.isfinite(loss) else "weights and gradients are finite"
 
     @while_saving
     def _save(self, step: int) -> str:

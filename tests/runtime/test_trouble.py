@@ -267,6 +267,12 @@ def test_what_the_loss_does_not_show_is_found_at_a_validation(shards, tmp_path, 
     assert "step:4/8 val_loss" not in lines_of(tmp_path / "logs" / "run.txt")
 
 
+def test_a_loss_of_weights_that_are_finite_and_too_large_says_so(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    spoil_a_weight(monkeypatch, 3, "mlp", slice(None), 1e30)
+    message = "the validation loss is nan at step 4: stopped; weights and gradients are finite\n"
+    ends_with(capsys, options(shards, tmp_path), message, code=1)
+
+
 @pytest.mark.parametrize("rank_of_fault", [0, 1])
 def test_a_gradient_of_one_rank_that_is_not_finite_is_told_once_by_all(run_ranks, shards, tmp_path, rank_of_fault):
     messages = run_ranks(2, one_ranks_gradient, shards, tmp_path, rank_of_fault)
