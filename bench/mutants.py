@@ -427,6 +427,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            _left[stream] = rest\n", "            _left[stream] = end.encode()\n"),
     ),
     "launch/environment.py": (
+        ("a foreign folder of pip's gets the packages", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
+         " if name not in ELSEWHERE}", "}"),
         ("a tool without its packages does not go on in .venv", "faults/environment::test_a_tool_goes_on_in_the_environment_that_run_sh_has_made",
          "        os.execv(python, [python] + sys.orig_argv[1:])", "        pass"),
         ("a link to a folder is emptied", "faults/start::test_what_is_no_environment_is_not_emptied",
@@ -565,6 +567,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
+        ("a script that SCRIPT names is passed over", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
+         'if not named and other.endswith(".py")', 'if named and other.endswith(".py")'),
         ("what a killed rank has started lives on", "faults/start::test_what_a_killed_rank_has_started_ends_with_it",
          "                    os.killpg(process.pid, signal.SIGKILL)", "                    pass"),
         ("a signal before a rank heeds it is a fault", "faults/start::test_a_ranks_end_is_the_runs_code_and_one_message",
@@ -718,6 +722,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for x in {**first, **found} if", "for x in found if"),
     ),
     "runtime/run.py": (
+        ("a loss of finite weights goes on", "runtime/trouble::test_a_loss_of_weights_that_are_finite_and_too_large_says_so",
+         'return "" if math.isfinite(loss) else', 'return "" if loss else'),
         ("a validation is no pause", "runtime/signals::test_a_run_is_in_a_pause_while_it_validates",
          "self.signals.pausing = True", "self.signals.pausing = False"),
         ("a dict of an idea's is compared with itself",

@@ -46,6 +46,7 @@ except ImportError:  # before 3.8, which is told below
 
 OLDEST = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")  # where pip would install what .venv lacks
 TOOLS = os.path.join(ROOT, "records", "requirements.txt")  # .venv gets what the tools in records/ need too
 PROGRAM = "run.sh"  # that asks, in messages
 HELD = []  # descriptor of .venv.lock, while it is held: pip has it too, and goes on writing .venv if this process is killed
@@ -146,7 +147,8 @@ def run_quietly(command, purpose):
     """Raises SystemExit with the last lines of what a command said, if it fails."""
     try:
         with tempfile.TemporaryDirectory() as folder:  # pip leaves what it has there if a signal ends it
-            there = dict(os.environ, TMPDIR=folder)
+            there = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+            there["TMPDIR"] = folder
             done = run(command, env=there, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         fail("{}: {}".format(purpose, error))
@@ -170,6 +172,8 @@ def new_python():
 
 def ensure(files, root=ROOT):
     """The interpreter. Raises SystemExit, with a message and code 1, if there is none and none can be made."""
+    if os.environ.get("PYTHONEXECUTABLE"):  # pip of .venv would install beside that one
+        fail("PYTHONEXECUTABLE={}: every Python takes itself for that one: unset it".format(os.environ["PYTHONEXECUTABLE"]))
     lacks = missing(files)
     if not lacks:
         return sys.executable
@@ -228,7 +232,8 @@ def fill(folder, files, lacks):
     tell("installing into .venv, which takes minutes the first time: " + ", ".join(there or ["packages"]))
     if run([python, "-c", "import pip"], stderr=subprocess.DEVNULL).returncode:
         run_quietly([python, "-m", "ensurepip"], "installing pip into .venv")
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-user"]
+    install += ["--require-virtualenv"]
     every = files if TOOLS in files else files + [TOOLS]
     run_quietly(install + ["--requirement=" + path for path in every], "installing into .venv")
     there = missing_there(python, files)

@@ -217,6 +217,9 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     Raises LaunchError."""
     named = bool(given) and given[0].endswith(".py") and not given[0].startswith("-")
     first, options = (given[0], given[1:]) if named else (f"{ROOT / 'train_gpt.py'}", given)
+    other = os.environ.get("SCRIPT", "")
+    if not named and other.endswith(".py") and Path(other).name != "train_gpt.py":  # the project's own would run in its place
+        raise LaunchError(f"SCRIPT={other} is for ./test.sh alone: name the script first, or unset it: ./run.sh {other}", 2)
     for before, late in itertools.pairwise(["", *options]):  # the value of an option before it, it may be
         if late.endswith(".py") and not late.startswith("-") and ("=" in before or not before.startswith("-")):
             raise LaunchError(f"{late} comes after {before or first}: one script, before all options", 2)

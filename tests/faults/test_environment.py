@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,34 @@ def test_by_hand_it_tells_its_use_and_a_full_disk():
     with open("/dev/full", "w") as full:
         done = by_hand(capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "environment.py: error: stdout cannot be written: No space left on device\n")
+
+
+def test_a_python_that_takes_itself_for_another_installs_nothing():
+    """.venv's pip then installed beside the other one, and replaced what was there."""
+    done = by_hand("requirements.txt", env={**os.environ, "PYTHONEXECUTABLE": "/x"})
+    said = "environment.py: error: PYTHONEXECUTABLE=/x: every Python takes itself for that one: unset it\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+def test_what_sends_pip_elsewhere_is_not_heeded(tmp_path):
+    """As on a cluster, whose users install into their home. The package is a wheel that the test makes."""
+    shutil.copytree(f"{environment.ROOT}/launch", tmp_path / "launch")
+    (tmp_path / "requirements.txt").write_text("tiny_package==1.5\n")
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "requirements.txt").touch()
+    with zipfile.ZipFile(tmp_path / "tiny_package-1.5-py3-none-any.whl", "w") as wheel:
+        info = "tiny_package-1.5.dist-info"
+        wheel.writestr("tiny_package.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny_package\nVersion: 1.5\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    elsewhere = {name: f"{tmp_path}/elsewhere" for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")} | {"PIP_USER": "1"}
+    there = {**os.environ, **elsewhere, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": f"{tmp_path}"}
+    command = [sys.executable, f"{tmp_path}/launch/environment.py", f"{tmp_path}/requirements.txt"]
+    done = subprocess.run(command, env=there, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/.venv/bin/python\n"), done.stderr
+    assert not (tmp_path / "elsewhere").exists()
+    assert [*tmp_path.glob(".venv/lib/*/site-packages/tiny_package.py")]
 
 
 @pytest.mark.parametrize("script", ["run.sh", "test.sh"])

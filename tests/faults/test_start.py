@@ -67,6 +67,7 @@ def start(monkeypatch, capfd):
         return exit_.value.code, printed.splitlines(), started[0] if started else ()
 
     monkeypatch.delenv("RANKS", raising=False)
+    monkeypatch.delenv("SCRIPT", raising=False)
     return run
 
 
@@ -101,6 +102,10 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "ranks by name": ("", {"RANKS": "abc"}, "RANKS=abc: must be a whole number from 1 on", 2),
     "half a rank": ("", {"RANKS": "1.5"}, "RANKS=1.5: must be a whole number from 1 on", 2),
     "more digits than Python reads": ("", {"RANKS": "9" * 5000}, "RANKS=9{20}: must be a whole number from 1 on", 2),
+    "a script for the tests": (
+        "", {"SCRIPT": "ideas/idea.py"},
+        "SCRIPT=ideas/idea.py is for ./test.sh alone: name the script first, or unset it: ./run.sh ideas/idea.py$", 2,
+    ),
     "more ranks than work": ("", {"RANKS": "1000"}, "--micro_batches=2 cannot be shared by 1000 ranks: use a multiple", 1),
     "ranks that share nothing evenly": (
         "--batch_unit=48 --val_batch_tokens=384 --val_tokens=384 --micro_batches=3", {"RANKS": "3"},
