@@ -30,7 +30,7 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
     own, starter = f"{root}/train_gpt.py", f"{root}/launch/start.py"
     early.add_argument("--script", nargs="?", type=os.path.expanduser, const=own, default=own)  # --script=-- is none
     script = Path(os.path.realpath(early.parse_known_args()[0].script))
-    if os.path.exists(starter):  # the sources of a log have none
+    if os.path.exists(starter) and os.path.isfile(script) and os.access(script, os.R_OK):  # the sources of a log have no starter
         launcher = runpy.run_path(starter)  # no import: launch may be a folder of the script's
         try:
             launcher["check_names"](script)
@@ -58,6 +58,10 @@ except ImportError as problem:
     if __name__ != "__main__" or sys.path[0] == str(Path(__file__).resolve().parent):
         raise
     sys.exit(f"sample.py: error: not of one project with the modules beside --script ({problem}): run {sys.path[0]}/sample.py")
+except Exception as problem:
+    if "torch" in sys.modules or __name__ != "__main__" or not os.path.exists(starter):  # an error of ours, not PyTorch's
+        raise
+    sys.exit(f"sample.py: error: {runpy.run_path(starter)['import_fault'](problem)}")
 
 import torch
 

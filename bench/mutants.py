@@ -567,6 +567,13 @@ CHANGES = {  # by file: what, tests, old, new
          "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
+        ("a killed rank reads as a good end under an ignored SIGCHLD",
+         "faults/start::test_a_killed_ranks_code_is_known_where_its_signal_is_ignored",
+         "        signal.signal(signal.SIGCHLD, signal.SIG_DFL)", "        pass"),
+        ("a signal that is blocked ends no run", "faults/start::test_signals_that_a_parent_has_blocked_end_a_run",
+         "        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)", "        pass"),
+        ("a part of the project is run as a script", "faults/start::test_a_part_of_the_project_is_no_script",
+         "if {own, own.parent} & PARTS and", "if {own, own.parent} & {0} and"),
         ("a script that SCRIPT names is passed over", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
          'if not named and other.endswith(".py")', 'if named and other.endswith(".py")'),
         ("what a killed rank has started lives on", "faults/start::test_what_a_killed_rank_has_started_ends_with_it",
@@ -838,6 +845,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if self.in_class or self.is_decorated:", "if self.is_decorated:"),
     ),
     "records/race.py": (
+        ("a killed race's run goes on", "records/race::test_kill_9_of_a_race_ends_its_run",
+         ", preexec_fn=end_with_parent)", ")"),
         ("runs with other variables are paired", "records/race::test_a_run_with_other_variables_ends_the_race",
          "differing(same(other), same(log)) or variables", "differing(same(other), same(log))"),
         ("an editor's lock ends a race", "records/race::test_what_no_run_can_import_is_not_watched",

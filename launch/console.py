@@ -245,6 +245,7 @@ def ended_by_signals() -> Iterator[None]:
 
     for number in heeded:
         signal.signal(number, interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)  # as a parent may have blocked them
     try:
         yield
     except KeyboardInterrupt as interrupted:

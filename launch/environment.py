@@ -280,6 +280,8 @@ def say(text):
 
 def main(argv):
     global PROGRAM
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])  # as a parent may have blocked them
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or ignored this one: a failed child's code would read 0
     PROGRAM, argv = (argv[0][6:], argv[1:]) if argv[:1] and argv[0].startswith("--for=") else ("environment.py", argv)
     with ended_by_signals():
         if argv[:1] == ["--missing"]:

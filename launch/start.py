@@ -48,6 +48,7 @@ IMPORTED = {  # by every script
     "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "sympy", "tail_averages", "torch",
     "tracer", "triton", "triton_kernels",
 }  # fmt: skip
+PARTS = {ROOT / name for name in ("bench", "data", "launch", "records", "runtime", "tests", "sample.py", "triton_kernels.py")}
 HIDES = "{} hides the module {!r} that others import: rename it"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: GNU timeout's to its child, then to its group
@@ -82,6 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     """Raises SystemExit, with the run's code, after at most one message of its own."""
     name, *given = sys.argv if argv is None else ["start.py", *argv]
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # as a parent may have blocked them
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or ignored this one: a killed child's code would read 0
         interrupt = interrupter()
         for number in heeded_signals():
             signal.signal(number, interrupt)
@@ -232,8 +235,6 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     if path is None:
         places = " or ".join(dict.fromkeys((f"{Path.cwd()}", f"{ROOT}")))
         raise LaunchError(f"no such script: {first}, in {places}", 1)
-    if path.samefile(__file__):
-        raise LaunchError(f"{first} is what starts scripts: name a training script", 2)
     check_names(path)
     if os.pathsep in f"{ROOT}" and not path.resolve().is_relative_to(ROOT):  # which then comes from PYTHONPATH
         fault = f"a path with {os.pathsep!r}, as {ROOT}, cannot be in PYTHONPATH: a script elsewhere needs it there"
@@ -244,6 +245,9 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
 def check_names(path: Path) -> None:
     """Raise LaunchError for a script, or what lies beside it or in the project, that is found in place of Python's own modules.
     sample.py asks, too."""
+    own = Path(os.path.realpath(path))
+    if {own, own.parent} & PARTS and own.is_file() and b"\nclass Hyperparameters" not in own.read_bytes():
+        raise LaunchError(f"{path} is a part of the project, and no training script: begin with a copy of train_gpt.py", 2)
     packages = (file.parent for file in path.parent.glob("*/__init__.py"))
     for file in (path, *path.parent.glob("*.py"), *packages, *ROOT.glob("*.py")):
         own = file is path and file.stem in IMPORTED or file.name in ("data.py", "launch.py", "runtime.py")
@@ -301,10 +305,7 @@ def load(path: Path) -> ModuleType:
         why = f"{error}".splitlines()[0]
         raise LaunchError(f"{why}: {sys.executable} lacks a package, or has half of one: install it again", 1) from None
     except Exception as error:  # as of what it reads in the environment
-        why = " ".join(f"{error}".split())[:150] or repr(error)
-        named = (name for name in os.environ if name in f"{error}" and name.startswith(("TORCH", "PYTORCH", "TRITON")))
-        said = ", ".join(f"{name}={os.environ[name]}" for name in named) or "a variable of the environment, or half a package"
-        raise LaunchError(f"PyTorch cannot be imported, by {said}: {why}", 1) from None
+        raise LaunchError(import_fault(error), 1) from None
     for file in (*path.parent.glob("*.py"), *(file.parent for file in path.parent.glob("*/__init__.py"))):
         if "site-packages" in f"{getattr(sys.modules.get(module_at(file)), '__file__', None)}":  # PyTorch's, say
             raise LaunchError(HIDES.format(file, module_at(file)), 1)
@@ -330,6 +331,14 @@ def load(path: Path) -> ModuleType:
     python = f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}"
     show(f"environment: {sys.executable}, {python}, {f'{gpus} x ' if gpus else ''}{devices}", begun)
     return module
+
+
+def import_fault(error: Exception) -> str:
+    """What to say where PyTorch's own import fails, as by what it reads in the environment. sample.py asks, too."""
+    why = " ".join(f"{error}".split())[:150] or repr(error)
+    named = (name for name in os.environ if name in f"{error}" and name.startswith(("TORCH", "PYTORCH", "TRITON")))
+    said = ", ".join(f"{name}={os.environ[name]}" for name in named) or "a variable of the environment, or half a package"
+    return f"PyTorch cannot be imported, by {said}: {why}"
 
 
 def drop_stale_caches(sources: Iterable[Path]) -> None:

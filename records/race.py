@@ -31,7 +31,7 @@ import compare
 import tool
 from changes import other_tokens, source_pairs
 from kinds import differing, kind, same_source
-from launch.console import console, user_path
+from launch.console import console, end_with_parent, user_path
 from launch.sources import Sources, imported_names, stem
 from runlog import RunLog, made_with, read_log
 from t_tests import MOST_RUNS
@@ -179,7 +179,7 @@ def with_this_python() -> dict[str, str]:
 
 def run_to_its_end(command: list[str]) -> int:
     """Its exit code; 128 + signal if one killed it, or came and it ended well or was killed. Ctrl-C reaches the run by itself,
-    which ends after its step; SIGTERM, and SIGHUP as SIGTERM, are handed on, each time."""
+    which ends after its step; SIGTERM, and SIGHUP as SIGTERM, are handed on, each time; a kill -9 of this process is a SIGTERM."""
     process, received = None, []
 
     def hand_on(number: int, _: object) -> None:
@@ -192,7 +192,7 @@ def run_to_its_end(command: list[str]) -> int:
         if handler != signal.SIG_IGN:  # as after nohup
             signal.signal(number, hand_on)
     try:
-        process = subprocess.Popen(command, env=with_this_python())
+        process = subprocess.Popen(command, env=with_this_python(), preexec_fn=end_with_parent)
         for number in [*received]:  # while it started
             process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         code = process.wait()

@@ -99,7 +99,7 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
         what = f"{clean(empty[0]) or 'an argument'} is empty: is a shell variable not set?"
         print(f"{Path(sys.argv[0]).name}: error: {what}", file=sys.stderr)
         raise SystemExit(2)
-    if packages:
+    if packages or sys.version_info < environment.OLDEST:
         environment.go_on("records/requirements.txt")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as after nohup
@@ -112,6 +112,7 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
 
     for number in heeded:
         signal.signal(number, undo)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)  # as a parent may have blocked them
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

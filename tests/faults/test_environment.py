@@ -125,6 +125,18 @@ def test_a_python_that_takes_itself_for_another_installs_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
+def test_a_python_that_fails_is_known_where_its_signal_is_ignored(tmp_path):
+    """By the process that starts run.sh: the kernel then keeps no child's code, and Python reads 0."""
+    shutil.copytree(f"{environment.ROOT}/launch", tmp_path / "launch")
+    (tmp_path / "requirements.txt").write_text("nowhere_package")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/false")
+    command = [sys.executable, f"{tmp_path}/launch/environment.py", f"{tmp_path}/requirements.txt"]
+    ignored = {"preexec_fn": lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **ignored)
+    assert (done.returncode, done.stdout) == (1, "") and ".venv is no environment of Python: move it away" in done.stderr
+
+
 def test_what_sends_pip_elsewhere_is_not_heeded(tmp_path):
     """As on a cluster, whose users install into their home. The package is a wheel that the test makes."""
     shutil.copytree(f"{environment.ROOT}/launch", tmp_path / "launch")

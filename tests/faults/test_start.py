@@ -135,10 +135,13 @@ def test_a_script_that_cannot_be_read_is_one_message(tmp_path, path, said):
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"start.py: error: {script}: cannot be read: {said}\n")
 
 
-def test_the_launcher_is_no_script(start, tmp_path):
+def test_a_part_of_the_project_is_no_script(start, tmp_path):
+    """Some have a main(), which ran as each rank, and ended well; to rename data/encodings.py was no way out."""
     (tmp_path / "idea.py").symlink_to(ROOT / "launch" / "start.py")
-    for path in (ROOT / "launch" / "start.py", tmp_path / "idea.py"):
-        assert start(path) == (2, [f"start.py: error: {path} is what starts scripts: name a training script"], ())
+    parts = ROOT / "launch" / "start.py", ROOT / "data" / "loader.py", ROOT / "launch" / "environment.py", ROOT / "sample.py"
+    for path in (tmp_path / "idea.py", *parts):
+        said = f"{path} is a part of the project, and no training script: begin with a copy of train_gpt.py"
+        assert start(path) == (2, [f"start.py: error: {said}"], ())
 
 
 def test_more_ranks_than_memory_holds_are_refused(start, shards, tmp_path, monkeypatch):
@@ -692,10 +695,12 @@ def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path, name, v
 
 @pytest.mark.parametrize("name, said", [("TORCH_LOGS", "Invalid log settings: x"), ("TORCH_DISTRIBUTED_DEBUG", "The value of ")])
 def test_a_variable_that_pytorch_does_not_import_with_is_named(tmp_path, name, said):
-    command = [PYTHON, f"{ROOT}/launch/start.py", f"{SCRIPT}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ, name: "x"})
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    assert f"{SCRIPT.name}: error: PyTorch cannot be imported, by {name}=x: {said}" in done.stderr
+    commands = {SCRIPT.name: [f"{ROOT}/launch/start.py", f"{SCRIPT}"], "sample.py": [f"{ROOT}/sample.py", "latest", "x"]}
+    for program, command in commands.items():
+        how = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path, "env": {**os.environ, name: "x"}}
+        done = subprocess.run([PYTHON, *command], **how)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+        assert f"{program}: error: PyTorch cannot be imported, by {name}=x: {said}" in done.stderr
 
 
 FIELD = "    seed: int = setting("
@@ -1100,6 +1105,44 @@ ENDS = {  # what two ranks do, the exit code, and all that is said
 def test_a_ranks_end_is_the_runs_code_and_one_message(ranks, case):
     source, code, said = ENDS[case]
     assert ranks(source) == (code, said)
+
+
+def test_a_killed_ranks_code_is_known_where_its_signal_is_ignored(tmp_path):
+    """By the process that starts the launcher: the kernel then keeps no child's code, and Python reads 0."""
+    script = tmp_path / "idea.py"
+    script.write_text("def main():\n    import os\n    os.kill(os.getpid(), 9)\n\n\nif __name__ == '__main__':\n    main()\n")
+    done = subprocess.run(
+        [PYTHON, f"{ROOT}/launch/start.py", script, "--data=x"], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "RANKS": "1"}, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )  # fmt: skip
+    assert done.returncode == 1 and "rank 0 was killed by SIGKILL" in done.stderr, done.stderr
+
+
+def test_signals_that_a_parent_has_blocked_end_a_run(tmp_path):
+    """Blocked is not ignored, and the ranks do not block them: what began the launcher may be a thread that does."""
+    script = tmp_path / "idea.py"
+    script.write_text(f"""import signal, time
+
+def main():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {{15}})
+    open({f"{tmp_path}/begun"!r}, "w")
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()
+""")
+    process = subprocess.Popen(
+        [PYTHON, f"{ROOT}/launch/start.py", script, "--data=x"], stderr=subprocess.PIPE, text=True, env={**os.environ, "RANKS": "1"},
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, launcher.SIGNALS),
+    )  # fmt: skip
+    try:
+        wait_until((tmp_path / "begun").exists, 60)
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 143 and said.startswith("idea.py: SIGTERM: "), said
 
 
 def test_when_a_rank_fails_the_others_are_asked_to_end(ranks, tmp_path):

@@ -413,6 +413,30 @@ def test_what_nohup_ignores_ends_no_tool():
             signal.signal(n, handler)
 
 
+@pytest.mark.parametrize("block", ["tool.run(lambda: {}, packages=False)", "with console.ended_by_signals(): {}"])
+def test_what_a_parent_has_blocked_ends_a_tool(block):
+    wait = "print(flush=True) or time.sleep(60)"
+    source = f"import sys, time\nsys.path[:0] = ['{ROOT}/records']\nimport tool\nfrom launch import console\n{block.format(wait)}"
+    blocked = {"preexec_fn": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])}
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, **blocked) as process:
+        process.stdout.readline()
+        process.terminate()
+        try:
+            assert process.wait(30) == 143
+        finally:
+            process.kill()
+
+
+def test_an_old_python_goes_on_in_the_environment(monkeypatch):
+    """Also of a tool that needs no packages: extract.py ended in a traceback."""
+    asked = []
+    monkeypatch.setattr(environment, "go_on", asked.append)
+    tool.run(lambda: None, packages=False)
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    tool.run(lambda: None, packages=False)
+    assert asked == ["records/requirements.txt"]
+
+
 def test_kill_9_leaves_no_mixture_that_starts(tmp_path, monkeypatch):
     """Before any of its renames: the script is there with all of its files, or not at all; the same command then goes on."""
     (tmp_path / "log.txt").write_bytes(make_log())

@@ -144,6 +144,29 @@ def test_a_signal_to_a_race_reaches_its_run_and_ends_it(tmp_path, number, code):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (code or 128 + number)
 
 
+def test_a_runs_code_is_known_where_its_signal_is_ignored():
+    """By the process that starts the race: the kernel then keeps no child's code, and Python reads 0."""
+    source = f"import sys\nsys.path[:0] = ['{ROOT}/records', '{ROOT}']\nimport race\nsys.exit(race.run_to_its_end(['false']))"
+    done = subprocess.run([sys.executable, "-c", source], preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+    assert done.returncode == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child that its parent is gone")
+def test_kill_9_of_a_race_ends_its_run(tmp_path):
+    """As by an OOM kill: it trained on, beside what was started next."""
+    script = f"import os, signal, sys\nsys.path[:0] = ['{ROOT}/records', '{ROOT}']\nimport race\n"
+    run = f"import signal, sys, time\nsignal.signal(15, lambda *_: (open({f'{tmp_path}/ended'!r}, 'w'), sys.exit()))\n"
+    run += f"open({f'{tmp_path}/begun'!r}, 'w')\ntime.sleep(60)\nopen({f'{tmp_path}/late'!r}, 'w')"
+    process = subprocess.Popen([sys.executable, "-c", f"{script}race.run_to_its_end([sys.executable, '-c', {run!r}])"])
+    for name in ("begun", "ended"):
+        deadline = time.monotonic() + 30
+        while not (tmp_path / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    process.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "ended"]
+
+
 def test_kill_9_at_its_start_leaves_a_race_that_goes_on(track, tmp_path, monkeypatch):
     """Here an error in its place, before what says which race it is has its name; and one once it has."""
     for name in ("fsync", "replace"):
