@@ -387,6 +387,8 @@ CHANGES = {  # by file: what, tests, old, new
          'stream.reconfigure(errors="backslashreplace")', "pass"),
     ),
     "launch/__init__.py": (
+        ("a killed rank reads as a good end", "faults/start::test_a_killed_ranks_code_is_known_where_its_signal_is_ignored",
+         "signal.signal(signal.SIGCHLD, signal.SIG_DFL)", "pass"),
         ("OpenMP gives fewer threads than PyTorch asks for",
          "faults/environment::test_threads_are_told_to_wait_asleep_before_pytorch_loads", 'os.environ.pop("OMP_DYNAMIC", None)', "pass"),
     ),
@@ -567,9 +569,6 @@ CHANGES = {  # by file: what, tests, old, new
          "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
-        ("a killed rank reads as a good end under an ignored SIGCHLD",
-         "faults/start::test_a_killed_ranks_code_is_known_where_its_signal_is_ignored",
-         "        signal.signal(signal.SIGCHLD, signal.SIG_DFL)", "        pass"),
         ("a signal that is blocked ends no run", "faults/start::test_signals_that_a_parent_has_blocked_end_a_run",
          "        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)", "        pass"),
         ("a part of the project is run as a script", "faults/start::test_a_part_of_the_project_is_no_script",

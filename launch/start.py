@@ -84,7 +84,6 @@ def main(argv: list[str] | None = None) -> None:
     name, *given = sys.argv if argv is None else ["start.py", *argv]
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # as a parent may have blocked them
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or ignored this one: a killed child's code would read 0
         interrupt = interrupter()
         for number in heeded_signals():
             signal.signal(number, interrupt)
@@ -93,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         path, options = find_script(given)
         name = path.name
         if {"--help", "-h"} & {*options}:
-            os.execv(sys.executable, [sys.executable, f"{path}", *options])
+            os.execve(sys.executable, [sys.executable, f"{path}", *options], {**os.environ, **import_environment()})
         asked = ranks_asked()
         if 0 <= (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
             raise LaunchError(f"ulimit -n is {files}: a run may have {LEAST_FILES} files open: raise it", 1)
@@ -812,10 +811,13 @@ def rank_environment(rank: int, count: int, port: int, interfaces: Callable = so
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     ours = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "BANKRUN_LAUNCHER": os.getpid()}
-    ours |= {"PYTHONSAFEPATH": ""}  # which would keep a rank from what lies beside its script
     ours |= {"PYTHONINSPECT": ""}  # which would end it in a prompt
-    path = os.pathsep.join(filter(None, [f"{ROOT}", os.environ.get("PYTHONPATH")]))  # for a script elsewhere
-    return chosen | {name: f"{value}" for name, value in {**ranks, **place, **ours}.items()} | {"PYTHONPATH": path}
+    return chosen | {name: f"{value}" for name, value in {**ranks, **place, **ours}.items()} | import_environment()
+
+
+def import_environment() -> dict[str, str]:
+    """With which a script finds what lies beside it, which PYTHONSAFEPATH keeps it from, and, from elsewhere, the project."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [f"{ROOT}", os.environ.get("PYTHONPATH")])), "PYTHONSAFEPATH": ""}
 
 
 if __name__ == "__main__":

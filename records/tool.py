@@ -92,6 +92,7 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
     """main() as a command: with the packages of records/requirements.txt, its message cleaned, and gone when its reader is.
 
     packages: this interpreter's, else those of .venv, which is made or filled if need be; training's own stay as they are.
+    --help needs none.
     An empty argument is refused: of a shell variable that is not set, it would mean the current folder.
     """
     own = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]  # what follows is the trainer's, as of race.py
@@ -99,7 +100,7 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
         what = f"{clean(empty[0]) or 'an argument'} is empty: is a shell variable not set?"
         print(f"{Path(sys.argv[0]).name}: error: {what}", file=sys.stderr)
         raise SystemExit(2)
-    if packages or sys.version_info < environment.OLDEST:
+    if packages and not {"--help", "-h"} & {*own} or sys.version_info < environment.OLDEST:
         environment.go_on("records/requirements.txt")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as after nohup

@@ -843,8 +843,18 @@ def test_only_help_alone_asks_for_help(start, shards, tmp_path):
     code, _, started = start(*options(shards, tmp_path, run_id="a --help b"))
     assert code == 0 and started
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "execv", lambda _, command: sys.exit(" ".join(command)))
+        patch.setattr(os, "execve", lambda _, command, environment: sys.exit(" ".join(command)))
         assert start("--run_id=x", "--help")[0] == f"{PYTHON} {ROOT / 'train_gpt.py'} --run_id=x --help"
+
+
+def test_a_script_elsewhere_tells_its_options(tmp_path):
+    """With a module beside it, which PYTHONSAFEPATH kept it from, and the project's."""
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "idea.py").write_text(f"import beside\n{SCRIPT.read_text()}")
+    command = [PYTHON, f"{ROOT}/launch/start.py", "idea.py", "--help"]
+    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path, "env": {**os.environ, "PYTHONSAFEPATH": "1"}}
+    done = subprocess.run(command, **how)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: idea.py"), done
 
 
 def run_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

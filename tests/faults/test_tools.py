@@ -427,6 +427,18 @@ def test_what_a_parent_has_blocked_ends_a_tool(block):
             process.kill()
 
 
+@pytest.mark.parametrize("name", ["compare", "extract", "history", "plan", "race"])
+def test_help_needs_no_packages(tmp_path, name):
+    """It made .venv first, which no machine without a network can."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules |= dict.fromkeys(['scipy', 'matplotlib', 'rich', 'numpy', 'torch'])\n"
+        f"sys.path[:0] = [{str(ROOT)!r}]\nfrom launch import environment\nenvironment.go_on = lambda *_: sys.exit('made')\n"
+    )
+    command = [sys.executable, f"{ROOT}/records/{name}.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": f"{tmp_path}"})
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"usage: {name}.py"), done
+
+
 def test_an_old_python_goes_on_in_the_environment(monkeypatch):
     """Also of a tool that needs no packages: extract.py ended in a traceback."""
     asked = []
