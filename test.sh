@@ -11,19 +11,21 @@ if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else 
     [[ -f $path ]] || { echo "test.sh: error: no such script: SCRIPT=$SCRIPT, in $stands or $PWD" >&2; exit 1; }
     [[ $path == *.py ]] || { echo "test.sh: error: SCRIPT=$SCRIPT is no training script, such as train_gpt.py" >&2; exit 1; }
     export SCRIPT=$path
-    (($#)) || set -- tests/recipe
 fi
 python=$(command -v python3 || command -v python) || { echo "test.sh: error: no python3 on the PATH" >&2; exit 1; }
 python=$("$python" launch/environment.py --for=test.sh requirements.txt records/requirements.txt tests/requirements.txt)
-before=
+before= named=
 for argument; do  # pytest's own words are lost where its workers start
     case $before in *=*) value= ;; -[kmnpcorW] | --*) value=yes ;; *) value= ;; esac
-    if [[ ! $value && $argument != -* && ! -e ${argument%%::*} ]]; then
+    if [[ $argument != -* && -e ${argument%%::*} ]]; then
+        named=yes
+    elif [[ ! $value && $argument != -* ]]; then
         echo "test.sh: error: no such tests: $argument, in $PWD" >&2
         exit 1
     fi
     before=$argument
 done
+[[ $named || -z ${SCRIPT-} ]] || set -- "$@" tests/recipe
 # Files of tests side by side, one more than cores, as some wait for processes, the slowest first (tests/conftest.py); one after
 # the other where they would share a GPU.
 workers=$("$python" -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, 1 + len(os.sched_getaffinity(0))))')

@@ -267,8 +267,11 @@ def only_cpu(run: RunLog) -> str:
 
 
 def read(path: Path) -> str:
-    """With its line breaks as they are, without the mark that some editors put before a text in UTF-8."""
-    return path.read_bytes().decode("utf-8-sig")
+    """With its line breaks as they are, without the mark that some editors put before a text in UTF-8. Raises InputError."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: its byte {error.start} is no UTF-8: save the page as UTF-8") from None
 
 
 def copy_logs(group: Group, folder: Path) -> None:

@@ -48,6 +48,7 @@ sys.modules["__main__"].__file__ = getattr(sys.modules["__main__"], "__file__", 
 
 SCRIPT = ROOT / os.environ.get("SCRIPT", "train_gpt.py")
 train_gpt = sys.modules.get("train_gpt") or load_script(SCRIPT, "train_gpt")
+MODULES = [path for path in sorted(ROOT.glob("*.py")) if path.stem in {*launcher.IMPORTED, "train_gpt"}]  # no idea beside them
 
 HAS_TRITON = sys.modules.get("triton", ...) is not None and importlib.util.find_spec("triton") is not None
 
@@ -202,7 +203,7 @@ def copy_project(root: Path) -> Path:
     """The project as users have it, at root; without Triton its requirements ask for none, as where it has no wheel."""
     for name in ("launch", "runtime", "data"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.bin", "local", "fineweb*"))
-    for path in (*ROOT.glob("*.py"), ROOT / "run.sh"):
+    for path in (*MODULES, ROOT / "run.sh"):
         shutil.copy(path, root)
     lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
     (root / "requirements.txt").write_text("".join(x for x in lines if HAS_TRITON or not x.startswith("triton==")))

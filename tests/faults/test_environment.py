@@ -184,6 +184,12 @@ def test_tests_that_are_not_there_are_named(tmp_path, arguments, missing):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": f"{tmp_path}"})
     said = f"test.sh: error: no such tests: {missing}, in {tmp_path}\n" if missing else ""
     assert (done.returncode, done.stderr, done.stdout) == (bool(missing), said, "" if missing else f"{arguments}\n")
+    if not missing:  # an idea's are the recipe's alone, unless others are named
+        idea = shutil.copy(tmp_path / "pytest.py", tmp_path / "idea.py")
+        variables = os.environ | {"PYTHONPATH": f"{tmp_path}", "SCRIPT": f"{idea}"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+        named = any((tmp_path / x.partition("::")[0]).exists() for x in arguments)
+        assert done.stdout == f"{arguments if named else [*arguments, 'tests/recipe']}\n"
 
 
 def test_only_lines_that_apply_are_asked_for(monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from common import MODULES
 from made_logs import ENVIRONMENT, ROOT, SOURCES, make_log, step_lines
 
 import extract
@@ -217,7 +218,7 @@ def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):
     write_shard(tmp_path / "local_val_000000.bin", tokens[: len(tokens) // 2])
     script = (ROOT / "train_gpt.py").read_bytes() + f"\nTRAP = '''\n{make_log().decode()}'''\r\n".encode()
     folders = [path for name in ("launch", "runtime", "data") for path in sorted((ROOT / name).glob("*.py"))]
-    modules = [*(path for path in sorted(ROOT.glob("*.py")) if path.name != "train_gpt.py"), *folders]
+    modules = [*(path for path in MODULES if path.name != "train_gpt.py"), *folders]
     sources = {"idea.py": script, **{str(path.relative_to(ROOT)): path.read_bytes() for path in modules}}
     (tmp_path / "log.txt").write_bytes(make_log(sources))
     path, *_ = extract.extract(tmp_path / "log.txt", tmp_path / "again")

@@ -115,6 +115,9 @@ def test_the_readme_above_has_the_same_table_with_links_that_lead_to_the_records
     (tmp_path / "README.md").write_text(history.BEGIN)
     with pytest.raises(SystemExit, match="README.md: the lines .* are not there"):
         history.main(["--check"], root)
+    (tmp_path / "README.md").write_bytes(b"caf\xe9\n")
+    with pytest.raises(SystemExit, match="README.md: its byte 3 is no UTF-8: save the page as UTF-8"):
+        history.main(["--check"], root)
     (tmp_path / "README.md").write_text("no table\n")
     history.main(["--check"], root)
 

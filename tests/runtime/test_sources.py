@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from common import ROOT, SCRIPT, copy_project, ends_with, lines_of, options, unequal
+from common import MODULES, ROOT, SCRIPT, copy_project, ends_with, lines_of, options, unequal
 from launch import sources as launch_sources
 from runtime.checkpoints import read_checkpoint
 from runtime.log import log_header
@@ -81,7 +81,7 @@ def test_the_log_holds_every_file_that_was_imported(idea, project):
     runtime = {f"runtime/{path.name}" for path in (project / "runtime").glob("*.py")}
     data = {"data/__init__.py", "data/encodings.py", "data/loader.py", "data/shards.py"}
     launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "nests", "signals", "sources", "unsaved")}
-    others = {"ideas/idea.py", "ideas/my_kernels.py", *(path.name for path in ROOT.glob("*.py"))}
+    others = {"ideas/idea.py", "ideas/my_kernels.py", *(path.name for path in MODULES)}
     others -= {"train_gpt.py"}  # the idea
     assert {*found} == others | launch | data | runtime
     assert next(iter(found)) == "ideas/idea.py" and list(found)[1:] == sorted(found.keys() - {"ideas/idea.py"})
