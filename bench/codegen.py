@@ -45,6 +45,7 @@ from data.shards import plain_json, whole_file
 from launch.console import (
     Parser, ended_by_signals, numbers_between, output_file, printable, run_to_end, until_reader_leaves, user_path,
 )
+from launch.start import LaunchError, check_names
 
 # -----------------------------------------------------------------------------
 # An H100, as kernels find it: limits that they reach, not those of the data sheet
@@ -513,6 +514,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ScriptError(f"error: --save-code={path}: {error.strerror or error}") from None
+
+
 def known(script: Path, options: argparse.Namespace) -> dict | None:
     """What has been counted, of a .json; None of a script. Raises ScriptError for what is neither."""
     if not script.is_file():
@@ -521,6 +529,10 @@ def known(script: Path, options: argparse.Namespace) -> dict | None:
         return counted_before(script, options)
     if script.suffix != ".py":
         raise ScriptError(f"{script} is no script (.py), nor what --output has written (.json)")
+    try:
+        check_names(script)
+    except LaunchError as error:
+        raise ScriptError(error.args[0]) from None
     return None
 
 
@@ -582,6 +594,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if options.output:  # before minutes of compiling
             tempfile.TemporaryFile(dir=options.output.parent).close()
+        if options.save_code:
+            make_folder(options.save_code)
         before = {script: known(script, options) for script in scripts}  # all, before minutes of compiling one
         found = [before[script] or run_child(script, options) for script in scripts]
         made = [f"PyTorch {one['torch']}, Triton {one['triton']}" for one in found]

@@ -202,11 +202,19 @@ def numbers_between(least: int, most: int) -> Callable[[str], list[int]]:
     return numbers
 
 
+def wait_for_readers() -> None:
+    """Of what a parent has made non-blocking, as Node.js does its pipes, Python would lose what they do not take at once."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            os.set_blocking(number, True)
+
+
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
     """For what a tool prints, which may be more than its reader wants, or hold what its encoding lacks: `| head` and LC_ALL=C are
     no fault, a full disk is one: SystemExit with a line."""
     guard_console()
+    wait_for_readers()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", "") in ("strict", "surrogateescape"):  # the second: LC_ALL=C's
             stream.reconfigure(errors="backslashreplace")

@@ -114,6 +114,7 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
     for number in heeded:
         signal.signal(number, undo)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)  # as a parent may have blocked them
+    console.wait_for_readers()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -311,6 +311,13 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture, mo
     with monkeypatch.context() as patch:
         patch.setattr(codegen, "run_child", lambda *_: pytest.fail("the first was compiled"))
         assert refused(capsys, "--against=nope.py") == "bench/codegen.py: there is no script nope.py"
+        (tmp_path / "keys").mkdir()
+        (tmp_path / "keys" / "secrets.py").touch()  # which PyTorch's imports would find in place of Python's
+        (tmp_path / "keys" / "idea.py").touch()
+        said = f"bench/codegen.py: {tmp_path}/keys/secrets.py hides the module 'secrets' that others import: rename it"
+        assert refused(capsys, f"{tmp_path}/keys/idea.py") == said
+        folder = f"{tmp_path}/keys/idea.py"
+        assert refused(capsys, f"--save-code={folder}") == f"bench/codegen.py: error: --save-code={folder}: File exists"
     message = refused(capsys, str(ROOT / "README.md"))
     assert message.startswith(f"bench/codegen.py: {ROOT / 'README.md'} is no script (.py), nor what --output")
     assert "argument --output: idea.py: must end in .json" in refused(capsys, "idea.py", "--output=idea.py")

@@ -9,6 +9,7 @@ import signal
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -411,6 +412,20 @@ def test_what_nohup_ignores_ends_no_tool():
     finally:
         for n, handler in handlers.items():
             signal.signal(n, handler)
+
+
+@pytest.mark.parametrize("block", ["tool.run(lambda: {}, packages=False)", "with console.until_reader_leaves(): {}"])
+def test_a_slow_reader_of_a_pipe_that_waits_for_nobody_gets_all(block):
+    """As Node.js makes them: most was lost, with code 0."""
+    source = f"import sys\nsys.path[:0] = ['{ROOT}/records']\nimport tool\nfrom launch import console\n"
+    source += block.format("[print('x' * 999) for _ in range(1000)]")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with subprocess.Popen([sys.executable, "-c", source], stdout=writer) as process, open(reader, "rb") as pipe:
+        os.close(writer)
+        time.sleep(1)
+        assert len(pipe.read()) == 1_000_000
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("block", ["tool.run(lambda: {}, packages=False)", "with console.ended_by_signals(): {}"])
