@@ -43,7 +43,7 @@ if __name__ == "__main__":
 from bench import fake_gpu
 from data.shards import plain_json, whole_file
 from launch.console import (
-    Parser, ended_by_signals, numbers_between, output_file, printable, run_to_end, until_reader_leaves, user_path,
+    Parser, console, ended_by_signals, numbers_between, output_file, printable, run_to_end, until_reader_leaves, user_path,
 )
 from launch.start import LaunchError, check_names
 
@@ -538,6 +538,7 @@ def known(script: Path, options: argparse.Namespace) -> dict | None:
 
 def run_child(script: Path, options: argparse.Namespace) -> dict:
     """measure() in a process of its own: a fake GPU and a script's modules are for good. Raises ScriptError."""
+    console(printable(f"bench/codegen.py: compiling {script} for an H100, which takes minutes"), "stderr")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "found.json")
         command = [sys.executable, __file__, str(script), f"--child={result}", f"--tokens={','.join(map(str, options.tokens))}"]

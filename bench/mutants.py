@@ -393,6 +393,8 @@ CHANGES = {  # by file: what, tests, old, new
          "faults/environment::test_threads_are_told_to_wait_asleep_before_pytorch_loads", 'os.environ.pop("OMP_DYNAMIC", None)', "pass"),
     ),
     "launch/console.py": (
+        ("a slow reader of a non-blocking pipe gets a part", "faults/tools::test_a_slow_reader_of_a_pipe_that_waits_for_nobody_gets_all",
+         "os.set_blocking(number, True)", "pass"),
         ("what a thread of an idea still writes is lost", "faults/running::test_what_aborts_an_ending_interpreter_ends_no_finished_run",
          '        atexit.register(end_well, getattr(sys, "last_value", None))\n', "        end_well(None)\n"),
         ("a parent's signal ends a tool that cleans up", "bench/ends::test_a_signal_that_comes_again_at_once_is_the_same",
@@ -429,6 +431,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            _left[stream] = rest\n", "            _left[stream] = end.encode()\n"),
     ),
     "launch/environment.py": (
+        ("a foreign folder of pip's configuration gets the packages", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
+         "for name, value in SETTING.findall(told):", "for name, value in ():"),
         ("a foreign folder of pip's gets the packages", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
          " if name not in ELSEWHERE}", "}"),
         ("a tool without its packages does not go on in .venv", "faults/environment::test_a_tool_goes_on_in_the_environment_that_run_sh_has_made",
@@ -844,6 +848,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if self.in_class or self.is_decorated:", "if self.is_decorated:"),
     ),
     "records/race.py": (
+        ("another race takes the folder of one", "records/race::test_what_would_mix_two_races_is_refused",
+         '            names |= {*names_of([Path(script) for script in before["scripts"]])}\n', ""),
         ("a killed race's run goes on", "records/race::test_kill_9_of_a_race_ends_its_run",
          ", preexec_fn=end_with_parent)", ")"),
         ("runs with other variables are paired", "records/race::test_a_run_with_other_variables_ends_the_race",

@@ -46,7 +46,8 @@ except ImportError:  # before 3.8, which is told below
 
 OLDEST = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")  # where pip would install what .venv lacks
+ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")  # where pip would install what .venv lacks
+SETTING = re.compile(rb"((?:global|install)\.(?:target|prefix|root))=(.*)")  # the same in a file of pip's
 TOOLS = os.path.join(ROOT, "records", "requirements.txt")  # .venv gets what the tools in records/ need too
 PROGRAM = "run.sh"  # that asks, in messages
 HELD = []  # descriptor of .venv.lock, while it is held: pip has it too, and goes on writing .venv if this process is killed
@@ -143,12 +144,15 @@ def missing_there(python, files):
     return done.stdout.decode().splitlines() if done.returncode == 0 else None
 
 
+def pip_environment():
+    return {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+
+
 def run_quietly(command, purpose):
     """Raises SystemExit with the last lines of what a command said, if it fails."""
     try:
         with tempfile.TemporaryDirectory() as folder:  # pip leaves what it has there if a signal ends it
-            there = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
-            there["TMPDIR"] = folder
+            there = dict(pip_environment(), TMPDIR=folder)
             done = run(command, env=there, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         fail("{}: {}".format(purpose, error))
@@ -232,6 +236,11 @@ def fill(folder, files, lacks):
     tell("installing into .venv, which takes minutes the first time: " + ", ".join(there or ["packages"]))
     if run([python, "-c", "import pip"], stderr=subprocess.DEVNULL).returncode:
         run_quietly([python, "-m", "ensurepip"], "installing pip into .venv")
+    settings = [python, "-m", "pip", "config", "list"]
+    told = run(settings, env=pip_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+    for name, value in SETTING.findall(told):
+        why = "pip's configuration would install elsewhere than in .venv, by {} = {}: pip config unset {}"
+        fail(why.format(name.decode(), value.decode(errors="replace").strip(), name.decode()))
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-user"]
     install += ["--require-virtualenv"]
     every = files if TOOLS in files else files + [TOOLS]

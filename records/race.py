@@ -98,7 +98,9 @@ def conditions(scripts: list[Path], options: list[str]) -> dict:
 
 def differing_conditions(before: dict, now: dict) -> list[str]:
     """What differs, in words; of sources which."""
-    differ = [what for what in now if before[what] != now[what]]
+    shown = lambda value: clean(value if isinstance(value, str) else " ".join(value), one_line=True) or "none"
+    differ = [what if what == "sources" else f"{what} ({shown(before[what])} before, {shown(now[what])} now)"
+              for what in now if before[what] != now[what]]  # fmt: skip
     if "sources" in differ:
         old, new = before["sources"], now["sources"]
         told = (name + " (new)" * (name not in old) + " (gone)" * (name not in new)
@@ -109,19 +111,20 @@ def differing_conditions(before: dict, now: dict) -> list[str]:
 
 def check(folder: Path, names: list[str], now: dict) -> bool:
     """Does the race begin, as there is no log yet? Raises RaceError if the folder holds anything of another race."""
-    path = folder / "race.json"
-    logs = [log for name in names for log in sorted((folder / name).glob("*")) if log.suffix in (".txt", ".log")]
-    if foreign := [str(log) for log in logs if not PART_OF_IT.fullmatch(log.name) or not path.exists()]:
-        raise RaceError(f"{foreign[0]}: not of this race ({len(foreign)} such logs): move it, or give another --logs")
-    if not path.exists():
-        return True
+    path, names, differ = folder / "race.json", {*names}, []
     try:
-        differ = differing_conditions(json.loads(path.read_text(encoding="utf-8")), now)
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            names |= {*names_of([Path(script) for script in before["scripts"]])}
+            differ = differing_conditions(before, now)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RaceError(f"{path}: not what a race writes: give another --logs") from None
+    logs = [log for name in sorted(names) for log in sorted((folder / name).glob("*")) if log.suffix in (".txt", ".log")]
+    if foreign := [str(log) for log in logs if not PART_OF_IT.fullmatch(log.name) or not path.exists()]:
+        raise RaceError(f"{foreign[0]}: not of this race ({len(foreign)} such logs): move it, or give another --logs")
     if differ and logs:  # without one, an option may have been wrong
         raise RaceError(f"{folder}: holds a race of other {'; '.join(differ)}: put them back, or give another --logs")
-    return bool(differ)
+    return bool(differ) or not path.exists()
 
 
 def set_cut_aside(log: Path) -> None:

@@ -156,6 +156,11 @@ def test_what_sends_pip_elsewhere_is_not_heeded(tmp_path):
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/.venv/bin/python\n"), done.stderr
     assert not (tmp_path / "elsewhere").exists()
     assert [*tmp_path.glob(".venv/lib/*/site-packages/tiny_package.py")]
+    (tmp_path / "requirements.txt").write_text("tiny_package==1.5\nother_package==1.0\n")
+    (tmp_path / "pip.conf").write_text(f"[install]\ntarget = {tmp_path}/elsewhere\n")
+    done = subprocess.run(command, env={**there, "PIP_CONFIG_FILE": f"{tmp_path}/pip.conf"}, capture_output=True, text=True, timeout=60)
+    said = f"elsewhere than in .venv, by install.target = '{tmp_path}/elsewhere': pip config unset install.target\n"
+    assert done.returncode == 1 and done.stderr.endswith(said) and not (tmp_path / "elsewhere").exists(), done.stderr
 
 
 @pytest.mark.parametrize("script", ["run.sh", "test.sh"])
