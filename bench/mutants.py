@@ -605,7 +605,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("data are made anew under a run that goes on",
          "faults/start::test_a_run_that_goes_on_keeps_the_data_that_it_began_with", "kept = bool(s.resume) and", "kept = False and"),
         ("a rank looks for modules in the project first",
-         "faults/start::test_a_rank_finds_the_modules_beside_its_script_first", 'ours |= {"PYTHONSAFEPATH": ""}', "ours |= {}"),
+         "faults/start::test_a_rank_finds_the_modules_beside_its_script_first", ', "PYTHONSAFEPATH": ""}', "}"),
         ("files that a control group has cached count as used", "faults/start::test_the_memory_of_a_control_group_is_all_that_is_free",
          "free = min(free, limit - used + given_back)", "free = min(free, limit - used)"),
         ("a hang-up after SIGTERM is a second signal", "faults/start::test_a_hang_up_beside_another_signal_is_no_second_one",
