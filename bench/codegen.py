@@ -606,6 +606,12 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"bench/codegen.py: {error}")
     except OSError as error:
         sys.exit(f"bench/codegen.py: error: {options.output or error.filename}: {error.strerror or error}")
+    if options.output:  # before prints, as the reader of a pipe may have enough
+        try:
+            with whole_file(options.output) as file:
+                file.write(json.dumps(found, indent=1).encode())
+        except OSError as error:
+            sys.exit(f"bench/codegen.py: error: {options.output}: {error.strerror or error}")
     print(f"{made[0]}, {options.attention}; predicted for an H100, nothing was run\n")
     if options.saved:
         rows = [[f"{tokens:,}", *(f"{sum(graph['saved'] for graph in one['passes'][str(tokens)]) / 1e9:.2f}" for one in found)]
@@ -618,12 +624,6 @@ def main(argv: list[str] | None = None) -> None:
     if options.optimizer:
         print(f"Updates of one rank\n\n{update_table(found, options.world_size)}\n")
         print(f"A step\n\n{step_table(found, options.world_size)}\n")
-    if options.output:
-        try:
-            with whole_file(options.output) as file:
-                file.write(json.dumps(found, indent=1).encode())
-        except OSError as error:
-            sys.exit(f"bench/codegen.py: error: {options.output}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     go_on("requirements.txt", "torch")
 
 from data.shards import whole_file
-from launch.console import Parser, ended_by_signals, run_to_end, user_path
+from launch.console import Parser, console, ended_by_signals, run_to_end, user_path
 
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
 
@@ -667,9 +667,9 @@ def main(argv: list[str] | None = None) -> int:
                 failure, text, data = f"{type(error).__name__}: {error}", f"```\n{traceback.format_exc()}\n```", {}
             seconds = time.perf_counter() - started
             results[section] = {"failure": failure, "seconds": seconds, "text": text, "data": data}
-            print(f"{section}: {'FAILED: ' + failure if failure else 'ok'} ({seconds:.0f} s)", flush=True)
             write_report(bench, results)
-        print(f"report: {bench.report}.md and .json")
+            console(f"{section}: {'FAILED: ' + failure if failure else 'ok'} ({seconds:.0f} s)")
+        console(f"report: {bench.report}.md and .json")
     return int(any(result["failure"] for result in results.values()))
 
 

@@ -32,7 +32,7 @@ if __name__ == "__main__":
     go_on("requirements.txt", "numpy")
 
 from data.shards import number_between
-from launch.console import Parser, ended_by_signals, user_path
+from launch.console import Parser, console, ended_by_signals, user_path
 
 TIMEOUT = 900  # seconds, of one change's tests: of those in one file
 
@@ -1131,10 +1131,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only={args.only}: no change has these letters")
 
     def tell(mutant: Mutant, test: str) -> None:
-        print(f"{mutant.file}, {mutant.what}: {test or NOT_NOTICED}", file=sys.stderr, flush=True)
         if args.results:
             with open(args.results, "a") as file:
                 file.write(json.dumps([mutant, test]) + "\n")
+        console(f"{mutant.file}, {mutant.what}: {test or NOT_NOTICED}", "stderr")
 
     before = known(args.results)
     if args.results:

@@ -1,6 +1,7 @@
 """Pictures of a step's schedule: a Gantt chart of both lanes, and a file for chrome://tracing or ui.perfetto.dev."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,12 +17,15 @@ TALLEST, LETTER = 0.82, 0.008  # of a lane's height; of the step's time: a name 
 def gantt(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], path: Path) -> None:
     """A panel for each (title, operations, spans), one time axis: both lanes, and in red where no arithmetic runs.
     Raises ModelError if the picture cannot be drawn or written."""
+    os.environ["MPLBACKEND"] = "agg"  # none that a user asks for, which may not be there
     try:
+        import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ModelError(f"no picture: {error}: pip install -r records/requirements.txt, or leave --picture out") from None
+    matplotlib.rcdefaults()  # one picture whatever a user's matplotlibrc asks for, as LaTeX
     figure = Figure(figsize=(13, 0.9 + 1.75 * len(steps)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]

@@ -3,14 +3,17 @@
 "bytes": token b is the byte b, token 256 is end-of-text; needs nothing. Every other name is tiktoken's, such as gpt2.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from data.shards import MAX_TOKEN, DataError
 
+TIMEOUT = 30.0  # seconds without an answer or a byte, of a server that has a vocabulary
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -45,6 +48,26 @@ def text_of_bytes(tokens: list[int]) -> str:
 BYTES = Encoding("bytes", 257, 256, bytes_of, text_of_bytes)
 
 
+@contextlib.contextmanager
+def requests_that_end() -> Iterator[None]:
+    """tiktoken sets no limit of time: a server that accepts and does not answer would hold a run at its sample for ever."""
+    try:
+        from requests.adapters import HTTPAdapter
+    except ImportError:  # of a tiktoken that asks otherwise
+        yield
+        return
+    send = HTTPAdapter.send
+
+    def limited(self: HTTPAdapter, *request: Any, timeout: Any = None, **more: Any) -> Any:
+        return send(self, *request, timeout=timeout or TIMEOUT, **more)
+
+    HTTPAdapter.send = limited
+    try:
+        yield
+    finally:
+        HTTPAdapter.send = send
+
+
 @lru_cache
 def load_encoding(name: str) -> Encoding:
     """BYTES for "bytes", else tiktoken's of that name. Raises DataError if it cannot be had or does not suit shards."""
@@ -54,7 +77,8 @@ def load_encoding(name: str) -> Encoding:
         import tiktoken  # the trainer imports this file, and bytes train without it
 
         known = tiktoken.list_encoding_names()
-        encoding = tiktoken.get_encoding(name) if name in known else None
+        with requests_that_end():
+            encoding = tiktoken.get_encoding(name) if name in known else None
     except (ImportError, OSError, ValueError) as error:
         advice = "tiktoken fetches it once and keeps it in TIKTOKEN_CACHE_DIR; --encoding bytes needs no network"
         raise DataError(f"the encoding {name!r} could not be loaded ({error}): {advice}") from error

@@ -302,13 +302,13 @@ def read_records(root: Path) -> dict[str, Record]:
 
 
 def update(options: argparse.Namespace, root: Path) -> None:
-    """Do what the command line asks for. Raises InputError."""
+    """Do what the command line asks for, then tell what was written: a pipe's reader may have gone. Raises InputError."""
+    written: list[Path] = []
     if options.picture:
         records = read_records(root)
         if options.picture not in records:
             raise InputError(f"{root / options.picture}: no such record")
-        for path in draw_pictures(records[options.picture], records):
-            print(f"wrote {path}")
+        written += draw_pictures(records[options.picture], records)
     if options.add:
         pages(root)  # what is wrong with another record's would be found once this one is there
         metadata = {name: getattr(options, name) for name in FIELDS}
@@ -320,6 +320,7 @@ def update(options: argparse.Namespace, root: Path) -> None:
         raise InputError(f"out of date: {', '.join(map(str, stale))}; run: python records/history.py")
     for path, text in stale.items():
         tool.write(path, text)
+    for path in (*written, *stale):
         print(f"wrote {path}")
 
 

@@ -1,12 +1,15 @@
 """Encodings: a text comes back from its tokens, and an encoding that cannot be had is an error, or numbers, never a crash."""
 
+import socket
 import sys
 
 import pytest
+import requests
 import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data import encodings
 from data.encodings import decode, encode, load_encoding
 from data.shards import DataError
 
@@ -51,6 +54,21 @@ def test_an_encoding_that_does_not_suit_is_refused(offer_encoding, name: str, en
 
 def no_network(_: str) -> None:
     raise OSError("network unreachable")
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for_without_end(monkeypatch, tmp_path) -> None:
+    """A proxy that accepts: tiktoken sets no limit of time, and a run stood at its sample."""
+    monkeypatch.setattr(encodings, "TIMEOUT", 0.3)
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})  # none is there from before
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("NO_PROXY", "no_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.getsockname()[1]}")
+        before = requests.adapters.HTTPAdapter.send
+        with pytest.raises(DataError, match="the encoding 'gpt2' could not be loaded .*TIKTOKEN_CACHE_DIR"):
+            load_encoding.__wrapped__("gpt2")
+        assert requests.adapters.HTTPAdapter.send is before
 
 
 @pytest.mark.parametrize("missing", ["network", "tiktoken"])

@@ -414,6 +414,37 @@ def test_what_nohup_ignores_ends_no_tool():
             signal.signal(n, handler)
 
 
+STEP = '{"operations": [{"name": "a update", "lane": "compute", "seconds": 1.0, "after": [], "bytes": 0}]}'
+
+
+@pytest.mark.parametrize("command, made", [
+    ("records/compare.py logs/a logs/b --plot=a.png", ["a.png"]), ("records/compare.py logs/a logs/b --json --plot=a.png", ["a.png"]),
+    ("bench/order.py simulate step.json --picture=a.png --chrome=a.json", ["a.png", "a.json"]),
+    ("history", ["records/1_A/README.md", "records/README.md", "README.md"]),
+])  # fmt: skip
+def test_who_asks_for_files_gets_them_though_nobody_reads_what_is_printed(tmp_path, command, made):
+    """| head: the code was 0, and an earlier picture passed for the new one. matplotlib's settings of a user's do not count."""
+    for name in "ab":
+        write_runs(tmp_path / "logs" / name, [80_000, 81_000], [3.27, 3.28])
+    (tmp_path / "step.json").write_text(STEP)
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True")
+    for page in (tmp_path / "README.md", tmp_path / "records" / "README.md"):
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(f"{history.BEGIN}\n{history.END}\n")
+    program = [str(ROOT / command.split()[0]), *command.split()[1:]]
+    if command == "history":
+        options = ["--add", "1_A", "logs/a", "--description=d", "--date=2026-01-01", "--contributors=Ann"]
+        source = f"import sys; sys.path[:0] = ['{ROOT}/records']; import tool, history, pathlib\n"
+        program = ["-c", f"{source}tool.run(lambda: history.main({options}, pathlib.Path('{tmp_path}/records')))"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    variables = {"PYTHONUNBUFFERED": "1", "MPLBACKEND": "Qt4Agg", "MATPLOTLIBRC": f"{tmp_path}"}
+    how = {"cwd": tmp_path, "env": {**os.environ, **variables}, "stdout": writer, "stderr": subprocess.PIPE, "text": True}
+    done = subprocess.run([sys.executable, *program], timeout=120, **how)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "") and all((tmp_path / name).exists() for name in made), done
+
+
 @pytest.mark.parametrize("block", ["tool.run(lambda: {}, packages=False)", "with console.until_reader_leaves(): {}"])
 def test_a_slow_reader_of_a_pipe_that_waits_for_nobody_gets_all(block):
     """As Node.js makes them: most was lost, with code 0."""
