@@ -294,6 +294,10 @@ CHANGES = {  # by file: what, tests, old, new
         ("a page that leads to itself is followed", "data/downloads::test_a_list_that_never_ends_or_makes_no_sense_is_named",
          "if len({*names}) < len(names):", "if None:"),
     ),
+    "data/encodings.py": (
+        ("the limit of tiktoken's requests stays for others",
+         "data/encodings::test_a_server_that_does_not_answer_is_not_waited_for_without_end", "HTTPAdapter.send = send\n", "pass\n"),
+    ),
     "data/loader.py": (
         ("tokens of a shard that gives no whole step are not told", "runtime/bad_input::test_a_bad_shard_is_named",
          "            present += int(documents.ends[-1])", "            present += 0"),
@@ -573,6 +577,10 @@ CHANGES = {  # by file: what, tests, old, new
          "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
+        ("ranks read PyTorch's templates by the locale", "faults/start::test_ranks_read_files_as_utf8_whatever_the_locale",
+         'ours |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": kept}', "pass"),
+        ("a compiler that fails is one", "faults/start::test_what_compiled_code_needs_is_asked_before_the_ranks_start",
+         'failure([command, "--version"]) for', "not command for"),
         ("a signal that is blocked ends no run", "faults/start::test_signals_that_a_parent_has_blocked_end_a_run",
          "        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)", "        pass"),
         ("a part of the project is run as a script", "faults/start::test_a_part_of_the_project_is_no_script",

@@ -25,6 +25,7 @@ import dataclasses
 import fcntl
 import importlib.util
 import itertools
+import locale
 import re
 import resource
 import shutil
@@ -382,9 +383,11 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
     except RuntimeError as error:  # of settings that change when they are copied
         raise LaunchError(f"{error}", 1) from None
-    check_cache("TORCHINDUCTOR_CACHE_DIR")
+    compiled = bool(getattr(s, "compile", False))
+    check_compiler("CXX" if compiled and not gpus else "CC" if gpus and "triton" in sys.modules else "")
+    check_cache("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir() if compiled else "")
     if gpus:
-        check_cache("TRITON_CACHE_DIR")
+        check_cache("TRITON_CACHE_DIR", os.path.expanduser("~"))
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
     check_threads(ranks, torch.get_num_threads(), bool(getattr(s, "trace_steps", "")))
@@ -474,16 +477,31 @@ def check_defaults(check_values: Callable, settings: type, presets: dict[str, di
             raise LaunchError(f"{fault}: change that, or the limits in its row, as setting(0.0, …, least=0)", 1) from None
 
 
-def check_cache(name: str) -> None:
-    """Raise LaunchError if a variable names a folder of compiled code that cannot be one."""
-    if folder := os.environ.get(name):
+def check_compiler(name: str) -> None:
+    """Raise LaunchError if there is no compiler: CXX, which Inductor asks for on a CPU; CC, which Triton asks for on a GPU."""
+    usual = {"CXX": ["clang++" if sys.platform == "darwin" else "g++"], "CC": ["gcc", "clang"]}.get(name, [])
+    asked = os.environ.get(name, "") if name else ""
+    if name and all(failure([command, "--version"]) for command in ([asked] if asked else usual)):
+        what = f"{name}={asked} is no compiler that works" if asked else f"there is no {' or '.join(usual)} on the PATH"
+        way_out = ", or give --compile=false" if name == "CXX" else ""
+        raise LaunchError(f"{what}, which the compiled code needs: install one, name it by {name}{way_out}", 1)
+
+
+def check_cache(name: str, usual: str = "") -> None:
+    """Raise LaunchError if a variable names a folder of compiled code that cannot be one. usual: where it is without one."""
+    given = os.environ.get(name)
+    if folder := given or usual:
         try:
-            os.makedirs(folder, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            if given:
+                os.makedirs(folder, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+            loads = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
         except OSError as error:
             fault = f"{name}={folder}: no folder that can be written, {error.strerror}"
             raise LaunchError(f"{fault}: name another, or unset the variable", 1) from None
+        if not loads:
+            raise LaunchError(f"{folder} is mounted noexec, and compiled code could not be loaded: name another by {name}", 1)
 
 
 def usual_ranks(gpus: int, micro_batches: int) -> int:
@@ -812,6 +830,9 @@ def rank_environment(rank: int, count: int, port: int, interfaces: Callable = so
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     ours = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "BANKRUN_LAUNCHER": os.getpid()}
     ours |= {"PYTHONINSPECT": ""}  # which would end it in a prompt
+    if locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):  # by it PyTorch's compiler reads files of its own
+        kept = os.environ.get("PYTHONIOENCODING") or getattr(sys.stdout, "encoding", None) or "utf-8"
+        ours |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": kept}
     return chosen | {name: f"{value}" for name, value in {**ranks, **place, **ours}.items()} | import_environment()
 
 

@@ -1128,6 +1128,53 @@ def test_a_killed_ranks_code_is_known_where_its_signal_is_ignored(tmp_path):
     assert done.returncode == 1 and "rank 0 was killed by SIGKILL" in done.stderr, done.stderr
 
 
+def test_ranks_read_files_as_utf8_whatever_the_locale(tmp_path):
+    """As PyTorch's compiler must, which reads its templates by the locale's encoding; the console keeps its own."""
+    (tmp_path / "idea.py").write_text("""import locale, sys
+
+
+def main():
+    print(locale.getpreferredencoding(False), sys.stdout.encoding)
+
+
+if __name__ == "__main__":
+    main()
+""")
+    command = [PYTHON, f"{ROOT}/launch/start.py", "idea.py", "--data=x"]
+    ascii_alone = {"RANKS": "1", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path, "env": {**os.environ, **ascii_alone}}
+    done = subprocess.run(command, **how)
+    assert done.returncode == 0 and done.stdout.endswith("\nutf-8 ascii\n"), done
+
+
+@pytest.mark.parametrize(
+    "variables, said",
+    [
+        ({"CXX": "/bin/false"}, "CXX=/bin/false is no compiler that works, which the compiled code needs: install one, name it by CXX, or"),
+        ({"PATH": "/nowhere"}, r"there is no \S+ on the PATH, which the compiled code needs: install one, name it by CXX, or give --compile"),
+        ({"CXX": "/bin/true", "noexec": ""}, r"/\S+ is mounted noexec, and compiled code could not be loaded: name another by TORCHINDUCTOR_CACHE_DIR"),
+    ],
+    ids=["no compiler that works", "none", "noexec"],
+)
+def test_what_compiled_code_needs_is_asked_before_the_ranks_start(start, shards, tmp_path, monkeypatch, variables, said):
+    for name in ("CC", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CXX", "/bin/true")
+    assert start(*options(shards, tmp_path, compile=True))[0] == 0
+    monkeypatch.delenv("CXX")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if "noexec" in variables:
+        there, names = os.statvfs, ("f_bavail", "f_frsize", "f_bsize", "f_flag")
+        fields = lambda path: {name: getattr(there(path), name) for name in names}
+        monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(**fields(path) | {"f_flag": os.ST_NOEXEC}))
+    if "PATH" in variables:
+        with pytest.raises(launcher.LaunchError, match="there is no gcc or clang on the PATH, .*: install one, name it by CC'"):
+            launcher.check_compiler("CC")
+    code, lines, started = start(*options(shards, tmp_path, compile=True))
+    assert (code, started) == (1, ()) and re.search(said, lines[-1]), lines
+
+
 def test_signals_that_a_parent_has_blocked_end_a_run(tmp_path):
     """Blocked is not ignored, and the ranks do not block them: what began the launcher may be a thread that does."""
     script = tmp_path / "idea.py"
