@@ -577,7 +577,7 @@ def test_training_needs_no_package_of_the_tools_and_venv_gets_them(monkeypatch, 
         environment, "missing_there", lambda python, files: next(lacks) if commands.append(files) is None else 0
     )
     monkeypatch.setattr(environment, "run_quietly", lambda command, purpose: commands.append(command))
-    monkeypatch.setattr(environment, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    monkeypatch.setattr(environment, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, b""))
     wanted = [str(ROOT / "requirements.txt")]
     environment.ensure(wanted, str(tmp_path))
     asked = [command for command in commands if command == wanted]
