@@ -312,7 +312,7 @@ def _save(folder: Path | None, codes: dict[str, str]) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in codes.items():
-            Path(folder, name + ".py").write_text(text)
+            Path(folder, name + ".py").write_text(text, encoding="utf-8")
 
 
 def step_of(tokens: int, trainer: Any, h: Any) -> int:

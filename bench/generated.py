@@ -375,7 +375,7 @@ def executed_by(source: str, args: tuple) -> tuple[float, float]:
     it would time, that with the fewest."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "generated.py")
-        path.write_text(source)
+        path.write_text(source, encoding="utf-8")
         spec = importlib.util.spec_from_file_location("generated", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

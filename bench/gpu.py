@@ -331,7 +331,7 @@ def run(bench: Bench) -> tuple[str, dict]:
     warm_up_seconds = int(re.match(r"\d+", after)[0])
     recompiles = len(re.findall(r"Recompiling function", after))
     breaks = len(re.findall(r"Graph break", done.stdout))
-    log = Path(h.log_dir, "gpu.txt").read_text().rpartition("=" * 100)[2]
+    log = Path(h.log_dir, "gpu.txt").read_text(encoding="utf-8").rpartition("=" * 100)[2]
     losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", log)]
     ends = {int(step): float(ms) / 1000 for step, ms in re.findall(r"^step:(\d+)/\d+ train_time:(\d+)ms", log, re.M)}
     memory = re.search(r"^peak memory.*", log, re.M)[0]

@@ -291,6 +291,18 @@ def check_interfaces(text: str, interfaces: Callable = socket.if_nameindex) -> N
             raise LaunchError(f"{fault}, but {', '.join(there)}: unset it, or name one of them", 1)
 
 
+def check_transport() -> None:
+    """Raise LaunchError for a transport of gloo's that this PyTorch has not, as a cluster's module may set it."""
+    from torch.distributed import ProcessGroupGloo
+
+    name = "GLOO_DEVICE_TRANSPORT"
+    if name in os.environ:
+        try:
+            ProcessGroupGloo.create_default_device()
+        except RuntimeError as error:
+            raise LaunchError(f"{name}={ascii(os.environ[name])[1:-1][:40]}: {error}: unset it, or say TCP", 1) from None
+
+
 def load(path: Path) -> ModuleType:
     """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
     begun = time.monotonic() - process_age()
@@ -388,6 +400,8 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     check_cache("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir() if compiled else "")
     if gpus:
         check_cache("TRITON_CACHE_DIR", os.path.expanduser("~"))
+    if not gpus:
+        check_transport()
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
     check_threads(ranks, torch.get_num_threads(), bool(getattr(s, "trace_steps", "")))

@@ -94,6 +94,9 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "an empty checkpoint": ("--resume=", {}, r"argument --resume: is empty: leave the option out, or give a value \(check", 2),
     "an empty folder of data": ("--data=", {}, r"argument --data: is empty: leave the option out, or give a value \(folder", 2),
     "an empty folder of logs": ("--log_dir=", {}, r"argument --log_dir: is empty: leave the option out, or give a value", 2),
+    "a transport that gloo has not": (
+        "", {"GLOO_DEVICE_TRANSPORT": "IBVERBS"}, "GLOO_DEVICE_TRANSPORT=IBVERBS: make.*unsupported gloo device: unset it, or say TCP$", 1,
+    ),
     "compiled code in no folder": (
         "", {"TORCHINDUCTOR_CACHE_DIR": "/dev/null"},
         "TORCHINDUCTOR_CACHE_DIR=/dev/null: no folder that can be written, File exists: name another, or unset", 1),
