@@ -23,6 +23,7 @@ import ast
 import contextlib
 import dataclasses
 import fcntl
+import getpass
 import importlib.util
 import itertools
 import locale
@@ -397,9 +398,9 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         raise LaunchError(f"{error}", 1) from None
     compiled = bool(getattr(s, "compile", False))
     check_compiler("CXX" if compiled and not gpus else "CC" if gpus and "triton" in sys.modules else "")
-    check_cache("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir() if compiled else "")
+    check_cache("TORCHINDUCTOR_CACHE_DIR", inductors_folder() if compiled else "")
     if gpus:
-        check_cache("TRITON_CACHE_DIR", os.path.expanduser("~"))
+        check_cache("TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache"))
     if not gpus:
         check_transport()
     ranks = asked or usual_ranks(gpus, s.micro_batches)
@@ -502,20 +503,28 @@ def check_compiler(name: str) -> None:
 
 
 def check_cache(name: str, usual: str = "") -> None:
-    """Raise LaunchError if a variable names a folder of compiled code that cannot be one. usual: where it is without one."""
+    """Raise LaunchError if the folder of compiled code cannot be one. usual: the one without the variable, if it is asked for."""
     given = os.environ.get(name)
     if folder := given or usual:
         try:
-            if given:
-                os.makedirs(folder, exist_ok=True)
-                with tempfile.TemporaryFile(dir=folder):
-                    pass
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
             loads = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
         except OSError as error:
-            fault = f"{name}={folder}: no folder that can be written, {error.strerror}"
-            raise LaunchError(f"{fault}: name another, or unset the variable", 1) from None
+            fault = f"no folder that can be written, {error.strerror}: name another"
+            raise LaunchError(f"{name}={folder}: {fault}, or unset it" if given else f"{folder}: {fault} by {name}", 1) from None
         if not loads:
             raise LaunchError(f"{folder} is mounted noexec, and compiled code could not be loaded: name another by {name}", 1)
+
+
+def inductors_folder() -> str:
+    """Where PyTorch's compiler keeps its code, as it has it; its own function takes two seconds to import."""
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (OSError, KeyError):  # without a name
+        return ""
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 def usual_ranks(gpus: int, micro_batches: int) -> int:

@@ -14,8 +14,10 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
 import tool
+from launch.sources import python_files
 from runlog import read_log, resumed_with_changes
 
+NAMED = 20  # files at most, in a message
 LONGEST_NAME = 200  # characters of a path: what any file system takes
 
 
@@ -76,7 +78,7 @@ def shortened(name: str) -> str:
 
 def strangers(folder: Path, paths: list[Path]) -> list[str]:
     """Python files of the folder that are not of `paths`: the script could import them."""
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    found = {path.relative_to(folder).as_posix() for path in python_files(folder)}
     return sorted(found - {path.relative_to(folder).as_posix() for path in paths})
 
 
@@ -135,7 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     for path in paths:
         print(tool.clean(path, one_line=True))
     if others := strangers(options.folder, paths):
-        print(f"not of this log, but there, and the script may import them: {tool.clean(', '.join(others), one_line=True)}")
+        some = ", ".join(others[:NAMED]) + f" and {len(others) - NAMED} more" * (len(others) > NAMED)
+        print(f"not of this log, but there, and the script may import them: {tool.clean(some, one_line=True)}")
     for problem in (log := read_log(options.log)).problems:
         print(f"note: {tool.clean(problem, one_line=True)}")
     if resumed_with_changes(log):

@@ -1156,8 +1156,9 @@ if __name__ == "__main__":
         ({"CXX": "/bin/false"}, "CXX=/bin/false is no compiler that works, which the compiled code needs: install one, name it by CXX, or"),
         ({"PATH": "/nowhere"}, r"there is no \S+ on the PATH, which the compiled code needs: install one, name it by CXX, or give --compile"),
         ({"CXX": "/bin/true", "noexec": ""}, r"/\S+ is mounted noexec, and compiled code could not be loaded: name another by TORCHINDUCTOR_CACHE_DIR"),
+        ({"CXX": "/bin/true", "TMPDIR": "."}, "torchinductor_al_ice: no folder that can be written, File exists: name another by TORCHINDUCTOR_"),
     ],
-    ids=["no compiler that works", "none", "noexec"],
+    ids=["no compiler that works", "none", "noexec", "another's"],
 )
 def test_what_compiled_code_needs_is_asked_before_the_ranks_start(start, shards, tmp_path, monkeypatch, variables, said):
     for name in ("CC", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -1171,6 +1172,11 @@ def test_what_compiled_code_needs_is_asked_before_the_ranks_start(start, shards,
         there, names = os.statvfs, ("f_bavail", "f_frsize", "f_bsize", "f_flag")
         fields = lambda path: {name: getattr(there(path), name) for name in names}
         monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(**fields(path) | {"f_flag": os.ST_NOEXEC}))
+    if "TMPDIR" in variables:
+        monkeypatch.setattr(launcher.tempfile, "tempdir", None)
+        monkeypatch.setattr(launcher.getpass, "getuser", lambda: "al/ice")
+        monkeypatch.setenv("TMPDIR", f"{tmp_path}")
+        (tmp_path / "torchinductor_al_ice").touch()
     if "PATH" in variables:
         with pytest.raises(launcher.LaunchError, match="there is no gcc or clang on the PATH, .*: install one, name it by CC'"):
             launcher.check_compiler("CC")

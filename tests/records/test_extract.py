@@ -44,6 +44,17 @@ def test_a_run_that_went_on_with_other_sources_is_told(tmp_path, capsys):
         assert (said in capsys.readouterr().out) == told
 
 
+def test_of_what_else_is_there_what_a_script_may_import_is_named(tmp_path, capsys):
+    """Not an environment: it was a line of a megabyte."""
+    (tmp_path / "log.txt").write_bytes(make_log())
+    for name in (".venv/lib/python3.11/site-packages/x/a.py", "own.py", *(f"many{i}.py" for i in range(30))):
+        (tmp_path / "again" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "again" / name).touch()
+    extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again")])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("not of this log"))
+    assert "the script may import them: many0.py, many1.py, " in line and line.endswith(" and 11 more") and "venv" not in line
+
+
 def test_no_file_is_overwritten_unless_forced(tmp_path):
     log, folder = tmp_path / "log.txt", tmp_path / "again"
     log.write_bytes(make_log())

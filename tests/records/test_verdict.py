@@ -161,6 +161,8 @@ def test_resumed_runs_and_copies_are_warned_of(tmp_path):
     b = runs(tmp_path / "b", TIMES[:2] + [90.0], environment=resumed)
     found = verdict.compare([a, b], 3.28)[1]["cautions"]
     assert found[0].startswith("3 runs of b went on from a checkpoint")
+    c = runs(tmp_path / "c", [95.0, 96.0, 97.0], environment=resumed.replace("step 4 from", "step 50 from"))  # at its end
+    assert not any("checkpoint" in caution for caution in verdict.compare([a, c], 3.28)[1]["cautions"])
     assert f"2 runs of b, such as {tmp_path / 'b' / '0.txt'}, have the times and losses of a run of a" in found
 
 
