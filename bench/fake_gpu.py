@@ -62,7 +62,9 @@ def _built(torch_at: Path) -> Path:
     """fake_gpu.cpp, built against this PyTorch, kept in the user's cache."""
     version = (torch_at / "version.py").read_bytes()
     key = hashlib.sha256(SOURCE.read_bytes() + version + bytes(torch_at)).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bankrun"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "bankrun"
+    if not cache.is_absolute():  # a user without a name and a home
+        raise FakeGPUError(f"{cache} is no folder for what is built: XDG_CACHE_HOME names one")
     library = cache / f"fake_gpu-{key}.so"
     if library.exists():
         return library
@@ -77,6 +79,8 @@ def _built(torch_at: Path) -> Path:
                 raise FakeGPUError(f"g++ cannot build {SOURCE} against {torch_at}/include: {done.stderr.strip()[:2000]}")
             made.replace(library)
     except FileNotFoundError as error:
+        if error.filename != "g++":
+            raise FakeGPUError(f"{cache} cannot be made: {error}; XDG_CACHE_HOME names another folder") from error
         raise FakeGPUError("there is no g++ on the PATH (Debian, Ubuntu: apt-get install g++)") from error
     except OSError as error:
         raise FakeGPUError(f"{cache} cannot be written: {error}; XDG_CACHE_HOME names another folder") from error

@@ -329,6 +329,10 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture, mo
     (tmp_path / "attention.py").write_text("raise RuntimeError('this idea does not run')")  # it finds the one beside it
     done = run("bench/codegen.py", str(broken))
     assert done.returncode == 1 and "broken.py: RuntimeError: this idea does not run" in done.stderr
+    done = run("bench/codegen.py", XDG_CACHE_HOME="/proc/nowhere")
+    assert done.returncode == 1 and "/proc/nowhere/bankrun cannot be made: " in done.stderr, done.stderr
+    done = run("bench/codegen.py", XDG_CACHE_HOME="~/.cache")
+    assert done.returncode == 1 and "~/.cache/bankrun is no folder for what is built: XDG_CACHE_HOME names one" in done.stderr
     done = run("bench/codegen.py", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 1 and "there is no g++ on the PATH" in done.stderr
 
