@@ -94,9 +94,6 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "an empty checkpoint": ("--resume=", {}, r"argument --resume: is empty: leave the option out, or give a value \(check", 2),
     "an empty folder of data": ("--data=", {}, r"argument --data: is empty: leave the option out, or give a value \(folder", 2),
     "an empty folder of logs": ("--log_dir=", {}, r"argument --log_dir: is empty: leave the option out, or give a value", 2),
-    "a transport that gloo has not": (
-        "", {"GLOO_DEVICE_TRANSPORT": "IBVERBS"}, "GLOO_DEVICE_TRANSPORT=IBVERBS: make.*unsupported gloo device: unset it, or say TCP$", 1,
-    ),
     "compiled code in no folder": (
         "", {"TORCHINDUCTOR_CACHE_DIR": "/dev/null"},
         "TORCHINDUCTOR_CACHE_DIR=/dev/null: no folder that can be written, File exists: name another, or unset", 1),
@@ -704,6 +701,15 @@ def test_a_variable_that_pytorch_does_not_import_with_is_named(tmp_path, name, s
         done = subprocess.run([PYTHON, *command], **how)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
         assert f"{program}: error: PyTorch cannot be imported, by {name}=x: {said}" in done.stderr
+
+
+def test_a_transport_that_gloo_has_not_is_named_before_the_ranks_start(shards, tmp_path):
+    """In a process of its own: gloo keeps for good what the variable says."""
+    command = [PYTHON, f"{ROOT}/launch/start.py", f"{SCRIPT}", *options(shards, tmp_path)]
+    how = {"capture_output": True, "text": True, "timeout": 120, "env": {**os.environ, "GLOO_DEVICE_TRANSPORT": "IBVERBS"}}
+    done = subprocess.run(command, **how)
+    said = rf"{SCRIPT.name}: error: GLOO_DEVICE_TRANSPORT=IBVERBS: make\w+\(\): unsupported gloo device: unset it, or say TCP\n"
+    assert done.returncode == 1 and re.fullmatch(said, done.stderr) and not (tmp_path / "logs").exists(), done.stderr
 
 
 FIELD = "    seed: int = setting("
