@@ -120,7 +120,7 @@ def test_by_hand_it_tells_its_use_and_a_full_disk():
 
 def test_a_python_that_takes_itself_for_another_installs_nothing():
     """.venv's pip then installed beside the other one, and replaced what was there."""
-    done = by_hand("requirements.txt", env={**os.environ, "PYTHONEXECUTABLE": "/x"})
+    done = by_hand("requirements.txt", env={**os.environ, "PYTHONEXECUTABLE": "/x", "PIP_DRY_RUN": "1"})
     said = "environment.py: error: PYTHONEXECUTABLE=/x: every Python takes itself for that one: unset it\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
