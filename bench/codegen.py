@@ -515,6 +515,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_folder(path: Path) -> None:
+    """Raises ScriptError: before minutes of compiling."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -78,11 +78,9 @@ def _built(torch_at: Path) -> Path:
             if done.returncode:
                 raise FakeGPUError(f"g++ cannot build {SOURCE} against {torch_at}/include: {done.stderr.strip()[:2000]}")
             made.replace(library)
-    except FileNotFoundError as error:
-        if error.filename != "g++":
-            raise FakeGPUError(f"{cache} cannot be made: {error}; XDG_CACHE_HOME names another folder") from error
-        raise FakeGPUError("there is no g++ on the PATH (Debian, Ubuntu: apt-get install g++)") from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.filename == "g++":
+            raise FakeGPUError("there is no g++ on the PATH (Debian, Ubuntu: apt-get install g++)") from error
         raise FakeGPUError(f"{cache} cannot be written: {error}; XDG_CACHE_HOME names another folder") from error
     return library
 

@@ -10,12 +10,11 @@ search takes the trainer's options too (--grad_dtype=float32). What it prints ar
 """
 
 import argparse
-import contextlib
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -130,43 +129,31 @@ def trace_table(step: traces.TracedStep, tasks: Mapping[str, Task]) -> str:
 
 
 def show(args: argparse.Namespace) -> None:
-    """One traced step of each kind: the table, the reasons, the picture, and the orders to try."""
+    """One traced step of each kind: the picture, the table, the reasons, and the orders to try."""
     groups = [(kind, steps, traces.typical(steps)) for kind, steps in traces.by_kind(traces.read_trace(args.trace))]
-    with drawn([(f"{kind}, step {step.step}, traced", step.operations, step.spans) for kind, _, step in groups], args):
-        for kind, steps, step in groups:
-            show_kind(kind, steps, step)
+    draw([(f"{kind}, step {step.step}, traced", step.operations, step.spans) for kind, _, step in groups], args)
+    for kind, steps, step in groups:
+        tasks, took = traces.median_tasks(steps), sorted(one.seconds for one in steps)
+        print(f"\n## {kind}: step {step.step}, the typical one of {len(steps)}\n")
+        print(f"{milliseconds(step.seconds)} ms ({milliseconds(took[0])} to {milliseconds(took[-1])}) on rank {step.rank}, the "
+              f"slowest; the ranks began within {milliseconds(step.skew)} ms. In the table: medians, ms.\n")  # fmt: skip
+        print(trace_table(step, tasks))
+        print(f"\n{explain(step.operations, step.spans, 0.01 * step.seconds)}\n")
+        problem = Problem(tasks, channels=step.channels)
+        modelled = problem.seconds(step.orders)
+        difference = modelled / median(took) - 1 if median(took) else 0.0
+        print(f"The model, from this table: {milliseconds(modelled)} ms, {difference:+.1%} from the median.")
+        print(advice(tasks, step.orders, search(problem, step.orders, tell=teller()), modelled))
 
 
-def show_kind(kind: str, steps: Sequence[traces.TracedStep], step: traces.TracedStep) -> None:
-    tasks = traces.median_tasks(steps)
-    took = sorted(one.seconds for one in steps)
-    print(f"\n## {kind}: step {step.step}, the typical one of {len(steps)}\n")
-    print(f"{milliseconds(step.seconds)} ms ({milliseconds(took[0])} to {milliseconds(took[-1])}) on rank {step.rank}, the "
-          f"slowest; the ranks began within {milliseconds(step.skew)} ms. In the table: medians, ms.\n")  # fmt: skip
-    print(trace_table(step, tasks))
-    print(f"\n{explain(step.operations, step.spans, 0.01 * step.seconds)}\n")
-    problem = Problem(tasks, channels=step.channels)
-    modelled = problem.seconds(step.orders)
-    difference = modelled / median(took) - 1 if median(took) else 0.0
-    print(f"The model, from this table: {milliseconds(modelled)} ms, {difference:+.1%} from the median.")
-    print(advice(tasks, step.orders, search(problem, step.orders, tell=teller()), modelled))
-
-
-@contextlib.contextmanager
-def drawn(panels: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], args: argparse.Namespace) -> Iterator[None]:
-    """The files that were asked for, after what the block prints, and where the reader of a pipe has enough of that."""
-    left = None
-    try:
-        yield
-    except BrokenPipeError as error:
-        left = error
-    for path, write in ((args.picture, order_pictures.gantt), (args.chrome, order_pictures.chrome_trace)):
-        if path:
-            write(panels, path)
-    if left:
-        raise left
-    for path in filter(None, (args.picture, args.chrome)):
-        print(f"\n{path}")
+def draw(panels: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], args: argparse.Namespace) -> None:
+    """The files that were asked for, all of them before anything is printed: the reader of a pipe may have enough."""
+    wanted = {args.picture: order_pictures.gantt, args.chrome: order_pictures.chrome_trace}
+    wanted.pop(None, None)
+    for path, write in wanted.items():
+        write(panels, path)
+    for path in wanted:
+        print(f"{path}\n")
 
 
 # -----------------------------------------------------------------------------
@@ -189,9 +176,9 @@ def show_step(args: argparse.Namespace) -> None:
         raise ModelError(f"{args.step} is no step: {error!r}: write {wanted}") from None
     spans = simulate(operations, slowdown, channels)
     rows = [[op.name, op.lane, *(f"{1000 * time:.3f}" for time in spans[op.name])] for op in operations]
-    with drawn([(args.step.stem, operations, spans)], args):
-        print(markdown(["operation", "lane", "starts, ms", "ends, ms"], sorted(rows, key=lambda row: float(row[2]))))
-        print(f"\n{explain(operations, spans)}")
+    draw([(args.step.stem, operations, spans)], args)
+    print(markdown(["operation", "lane", "starts, ms", "ends, ms"], sorted(rows, key=lambda row: float(row[2]))))
+    print(f"\n{explain(operations, spans)}")
 
 
 # -----------------------------------------------------------------------------
@@ -326,27 +313,27 @@ def search_orders(args: argparse.Namespace, options: list[str]) -> None:
     h = trainer_settings(options, preset="record")
     machine = schedule_costs.read_machine(args.machine)
     ranks = args.ranks or int(machine.ranks_per_node)
+    if not args.scale:
+        found, panels = search_kinds(h, machine, ranks), []
+        for kind, (problem, _) in found.items():
+            operations = operations_of(problem.tasks, default_orders(problem.tasks))
+            spans = simulate(operations, problem.interference)
+            panels.append((f"{kind}, the table's orders, predicted for {machine.name}", operations, spans))
+        draw(panels, args)
     print(f"# Predictions for {machine.name}, {ranks} ranks, in ms\n")
     if undivided := schedule_costs.refused(h, ranks):
         print(f"Training refuses so many ranks today: the rows of {', '.join(undivided)} do not divide among them.\n")
     if args.scale:
         return print(scale_table(h, machine, args.scale))
-    found = search_kinds(h, machine, ranks)
-    panels = []
-    for kind, (problem, _) in found.items():
-        operations = operations_of(problem.tasks, default_orders(problem.tasks))
-        spans = simulate(operations, problem.interference)
-        panels.append((f"{kind}, the table's orders, predicted for {machine.name}", operations, spans))
-    with drawn(panels, args):
-        print(kinds_table(found))
-        for (kind, (problem, best)), (_, operations, spans) in zip(found.items(), panels, strict=True):
-            print(f"\n## {kind}, the table's orders\n\n{explain(operations, spans)}\n")
-            orders = default_orders(problem.tasks)
-            print(advice(problem.tasks, orders, best, problem.seconds(orders)))
-        print(f"\n{together(found)}\n\n## If the next forward pass waited for what it reads alone\n")
-        print(head_start(h, machine, ranks))
-        print(f"\n## NorMuon alone, if the largest bank came in parts\n\n{in_parts(h, machine, ranks)}")
-        print(f"\n## On other machines\n\n{sensitivity(h, machine, ranks)}")
+    print(kinds_table(found))
+    for (kind, (problem, best)), (_, operations, spans) in zip(found.items(), panels, strict=True):
+        print(f"\n## {kind}, the table's orders\n\n{explain(operations, spans)}\n")
+        orders = default_orders(problem.tasks)
+        print(advice(problem.tasks, orders, best, problem.seconds(orders)))
+    print(f"\n{together(found)}\n\n## If the next forward pass waited for what it reads alone\n")
+    print(head_start(h, machine, ranks))
+    print(f"\n## NorMuon alone, if the largest bank came in parts\n\n{in_parts(h, machine, ranks)}")
+    print(f"\n## On other machines\n\n{sensitivity(h, machine, ranks)}")
 
 
 def search_file(args: argparse.Namespace) -> None:
@@ -368,8 +355,8 @@ def search_file(args: argparse.Namespace) -> None:
         raise ModelError(f'{path} has no tasks: {error!r}: write {{"tasks": {{label: {{"reduce": seconds, …}}}}}}') from None
     problem = Problem(tasks, slowdown)
     operations = operations_of(tasks, start)
-    with drawn([(f"{path.stem}, its orders, predicted", operations, simulate(operations, slowdown))], args):
-        print(advice(tasks, start, search(problem, start, tell=teller()), problem.seconds(start)))
+    draw([(f"{path.stem}, its orders, predicted", operations, simulate(operations, slowdown))], args)
+    print(advice(tasks, start, search(problem, start, tell=teller()), problem.seconds(start)))
 
 
 # -----------------------------------------------------------------------------

@@ -145,6 +145,7 @@ def missing_there(python, files):
 
 
 def pip_environment():
+    """Without what would send its packages elsewhere than into .venv."""
     return {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
 
 

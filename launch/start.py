@@ -244,10 +244,10 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
 
 
 def check_names(path: Path) -> None:
-    """Raise LaunchError for a script, or what lies beside it or in the project, that is found in place of Python's own modules.
-    sample.py asks, too."""
-    own = Path(os.path.realpath(path))
-    if {own, own.parent} & PARTS and own.is_file() and b"\nclass Hyperparameters" not in own.read_bytes():
+    """Raise LaunchError for a script, or what lies beside it or in the project, that is found in place of Python's own modules,
+    and for a part of the project. sample.py and bench/codegen.py ask, too."""
+    real = Path(os.path.realpath(path))
+    if {real, real.parent} & PARTS and real.is_file() and b"\nclass Hyperparameters" not in real.read_bytes():
         raise LaunchError(f"{path} is a part of the project, and no training script: begin with a copy of train_gpt.py", 2)
     packages = (file.parent for file in path.parent.glob("*/__init__.py"))
     for file in (path, *path.parent.glob("*.py"), *packages, *ROOT.glob("*.py")):
@@ -397,12 +397,15 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     except RuntimeError as error:  # of settings that change when they are copied
         raise LaunchError(f"{error}", 1) from None
     compiled = bool(getattr(s, "compile", False))
-    check_compiler("CXX" if compiled and not gpus else "CC" if gpus and "triton" in sys.modules else "")
     check_cache("TORCHINDUCTOR_CACHE_DIR", inductors_folder() if compiled else "")
     if gpus:
         check_cache("TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache"))
-    if not gpus:
+        if "triton" in sys.modules:
+            check_compiler("CC", ["gcc", "clang"])
+    else:
         check_transport()
+        if compiled:
+            check_compiler("CXX", ["clang++" if sys.platform == "darwin" else "g++"])
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
     check_threads(ranks, torch.get_num_threads(), bool(getattr(s, "trace_steps", "")))
@@ -492,11 +495,11 @@ def check_defaults(check_values: Callable, settings: type, presets: dict[str, di
             raise LaunchError(f"{fault}: change that, or the limits in its row, as setting(0.0, …, least=0)", 1) from None
 
 
-def check_compiler(name: str) -> None:
-    """Raise LaunchError if there is no compiler: CXX, which Inductor asks for on a CPU; CC, which Triton asks for on a GPU."""
-    usual = {"CXX": ["clang++" if sys.platform == "darwin" else "g++"], "CC": ["gcc", "clang"]}.get(name, [])
-    asked = os.environ.get(name, "") if name else ""
-    if name and all(failure([command, "--version"]) for command in ([asked] if asked else usual)):
+def check_compiler(name: str, usual: list[str]) -> None:
+    """Raise LaunchError if neither the variable's compiler works nor, without it, one of the usual: Inductor asks for CXX on a
+    CPU, Triton for CC on a GPU."""
+    asked = os.environ.get(name)
+    if all(failure([command, "--version"]) for command in ([asked] if asked else usual)):
         what = f"{name}={asked} is no compiler that works" if asked else f"there is no {' or '.join(usual)} on the PATH"
         way_out = ", or give --compile=false" if name == "CXX" else ""
         raise LaunchError(f"{what}, which the compiled code needs: install one, name it by {name}{way_out}", 1)

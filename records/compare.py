@@ -99,17 +99,14 @@ def main(argv: list[str] | None = None) -> None:
         logs = [log.path for group in groups for log in group.logs]
         if options.plot and options.plot.exists() and any(map(options.plot.samefile, logs)):
             raise InputError(f"--plot={options.plot}: is one of the logs: name another file")
-        left = None
-        try:
-            print_json(groups, options.target, options.pairs) if options.json else print_for_people(groups, options)
-        except BrokenPipeError as error:  # who reads has enough: the picture is asked for all the same
-            left = error
-        if options.plot:
+        if options.plot:  # before prints, as the reader of a pipe may have enough
             from plot import draw
 
             draw(groups, options.target, options.plot, options.pairs)
-        if left:
-            raise left
+        if options.json:
+            print_json(groups, options.target, options.pairs)
+        else:
+            print_for_people(groups, options)
     except BrokenPipeError:  # for tool.run
         raise
     except (InputError, OSError, ValueError) as error:

@@ -572,7 +572,8 @@ def test_a_file_that_would_replace_another_is_refused(arguments: str, capsys: py
 
 @pytest.mark.parametrize("ranks", [7, 8])
 def test_figures_for_ranks_that_training_refuses_say_so(capsys: pytest.CaptureFixture, monkeypatch, ranks: int) -> None:
-    monkeypatch.setattr(order, "search_kinds", lambda *_: sys.exit(3))  # what comes next, and takes seconds
+    monkeypatch.setattr(order, "search_kinds", lambda *_: {})  # which takes seconds
+    monkeypatch.setattr(order, "kinds_table", lambda _: sys.exit(3))
     with pytest.raises(SystemExit, match="3"):
         order.main(["search", f"--ranks={ranks}"])
     assert ("Training refuses so many ranks today: the rows of value_embeds, " in capsys.readouterr().out) == (ranks == 7)
