@@ -584,7 +584,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a signal that is blocked ends no run", "faults/start::test_signals_that_a_parent_has_blocked_end_a_run",
          "        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)", "        pass"),
         ("a part of the project is run as a script", "faults/start::test_a_part_of_the_project_is_no_script",
-         "if {own, own.parent} & PARTS and", "if {own, own.parent} & {0} and"),
+         "if {real, real.parent} & PARTS and", "if {real, real.parent} & {0} and"),
         ("a script that SCRIPT names is passed over", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
          'if not named and other.endswith(".py")', 'if named and other.endswith(".py")'),
         ("what a killed rank has started lives on", "faults/start::test_what_a_killed_rank_has_started_ends_with_it",
