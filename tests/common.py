@@ -12,8 +12,10 @@ import re
 import runpy
 import shutil
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -222,9 +224,14 @@ def unreadable(folder: Path) -> Path:
 
 
 def without_rights() -> None:
-    """A preexec_fn: root's process may then read what its user may, and no more (PR_CAPBSET_DROP of what passes by modes)."""
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+    """A preexec_fn: root's process, and what it executes, may then read what its user may, and no more."""
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, which pass by modes
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP, for what is executed
+    libc.capget(header, sets)
+    for i in (0, 1):  # effective, permitted
+        sets[i] &= ~0b110
+    libc.capset(header, sets)
 
 
 # Processes
@@ -298,17 +305,73 @@ def become_new(stdout: Any, stderr: Any, env: dict[str, str] | None) -> None:
     torch.set_num_threads(1)
 
 
-def run_python(arguments: list[str]) -> None:
-    """What `python arguments` does."""
+def without_stdout() -> None:
+    """A preexec_fn: what >&- does in a shell."""
+    os.close(1)
+    sys.stdout = None
+
+
+def run_python(arguments: list[str], forget: bool = False) -> None:
+    """What `python arguments` does; forget: it has imported nothing but installed modules."""
     arguments = arguments[1:] if arguments[0] == "-u" else arguments
-    sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if forget:
+        installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+        for name, module in [*sys.modules.items()]:
+            places = vars(module).get("__file__"), *vars(module).get("__path__", ())  # torch.ops says _ops.py
+            if any(place and os.path.isabs(place) and not place.startswith(installed) for place in places):
+                del sys.modules[name]
+        sys.path[:] = [path for path in sys.path if path.startswith(installed)]
+        sys.orig_argv[:] = [sys.executable, *arguments]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if forget:
+        sys.modules.pop("sitecustomize", None)
+        site.execsitecustomize()
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
-        exec(arguments[1], {"__name__": "__main__"})
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(arguments[1], vars(main))
     else:
         sys.argv = arguments
         sys.path.insert(0, f"{Path(arguments[0]).parent}")
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_fresh(command: list[object], **how: Any) -> subprocess.CompletedProcess[str]:
+    """subprocess.run(command, capture_output=True, text=True), of `python script arguments` or `python -c source`, in a fork of
+    this process that has forgotten this project's modules, and so imports its own, but not PyTorch again. So are the Pythons
+    that it starts: a launcher's ranks. Not for what a variable says to the interpreter itself, or to PyTorch's import. Where there
+    is a GPU it is that call: a fork may not use one that this process has used.
+
+    how: cwd, env; preexec_fn; check; timeout, in seconds; stdout, a file that gets it."""
+    if torch.cuda.is_available():
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 100, **how, "capture_output": False}
+        return subprocess.run(command, **how)
+
+    def start() -> None:
+        os.chdir(how.get("cwd") or ".")
+        if how.get("preexec_fn"):
+            how["preexec_fn"]()
+        subprocess.Popen = popen_fresh
+        run_python([*map(os.fspath, command[1:])], forget=True)
+
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        code = Forked(start, env=how.get("env"), stdout=how.get("stdout", output), stderr=errors).wait(how.get("timeout") or 100)
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read().decode())
+    done = subprocess.CompletedProcess(command, code, *said)
+    if how.get("check"):
+        done.check_returncode()
+    return done
+
+
+def popen_fresh(command: Any, *given: Any, popen: Any = subprocess.Popen, **how: Any) -> Any:
+    """In such a fork, for subprocess.Popen: a rank's process is one too."""
+    if isinstance(command, list) and command[0] == sys.executable and how.keys() <= {"env", "start_new_session"}:
+        return Forked(lambda: run_python([*map(os.fspath, command[1:])], forget=True), **how)
+    return popen(command, *given, **how)
 
 
 def work_and_end(work: Callable[[], object], after_traceback: int) -> NoReturn:

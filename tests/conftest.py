@@ -16,6 +16,7 @@ sys.path[:0] = FIRST
 
 # PyTorch asks for huge pages: the full-size model would be all page faults otherwise.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as launch/ asks before PyTorch is imported: forks of this process spin else
 gc.disable()  # until all is imported: pytest_collection_finish
 
 import numpy as np

@@ -305,8 +305,7 @@ def check_counted_otherwise(folder: Path, counted: Path, capsys: pytest.CaptureF
 
 
 def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run("bench/codegen.py", "nowhere\x1b[31m.py")
-    assert done.returncode == 1 and done.stderr.strip() == r"bench/codegen.py: there is no script nowhere\x1b[31m.py"
+    assert refused(capsys, "nowhere\x1b[31m.py") == r"bench/codegen.py: there is no script nowhere\x1b[31m.py"
     with monkeypatch.context() as patch:
         patch.setattr(codegen, "run_child", lambda *_: pytest.fail("the first was compiled"))
         assert refused(capsys, "--against=nope.py") == "bench/codegen.py: there is no script nope.py"
@@ -326,14 +325,16 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture, mo
     broken = tmp_path / "broken.py"
     broken.write_text("import attention")
     (tmp_path / "attention.py").write_text("raise RuntimeError('this idea does not run')")  # it finds the one beside it
-    done = run("bench/codegen.py", str(broken))
-    assert done.returncode == 1 and "broken.py: RuntimeError: this idea does not run" in done.stderr
-    done = run("bench/codegen.py", XDG_CACHE_HOME="/proc/nowhere")
-    assert done.returncode == 1 and "/proc/nowhere/bankrun cannot be written: " in done.stderr, done.stderr
-    done = run("bench/codegen.py", XDG_CACHE_HOME="~/.cache")
-    assert done.returncode == 1 and "~/.cache/bankrun is no folder for what is built: XDG_CACHE_HOME names one" in done.stderr
-    done = run("bench/codegen.py", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 1 and "there is no g++ on the PATH" in done.stderr
+    assert "broken.py: RuntimeError: this idea does not run" in refused(capsys, str(broken))
+    for variables, said in (
+        ({"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere/bankrun cannot be written: "),
+        ({"XDG_CACHE_HOME": "~/.cache"}, "~/.cache/bankrun is no folder for what is built: XDG_CACHE_HOME names one"),
+        ({"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)}, "there is no g++ on the PATH"),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert said in refused(capsys)
 
 
 def test_a_fake_gpu_comes_before_torch() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import attention
 from bench import gpu
-from common import HAS_TRITON, ROOT, run_script, train_gpt
+from common import HAS_TRITON, ROOT, run_fresh, run_script, train_gpt
 from train_gpt import EXTENSION, STAGES
 
 # tests/kernels/test_compiled.py compiles more than the table of kernels; without Triton none can be checked.
@@ -116,7 +116,8 @@ def test_calls_at_one_time_have_a_report_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--output={}/file", "--cache={}/file/x", "--output={}/file/x"])
 def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path: Path, option: str) -> None:
     (tmp_path / "file").touch()
-    done = bench("--dry-run", "--only=environment", f"--output={tmp_path}", option.format(tmp_path))
+    given = ["--dry-run", "--only=environment", f"--output={tmp_path}", option.format(tmp_path)]
+    done = run_fresh([sys.executable, ROOT / "bench" / "gpu.py", *given], cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"bench/gpu.py: error: {tmp_path}/file")
     assert done.stderr.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["file"]
 

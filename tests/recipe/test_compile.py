@@ -5,7 +5,6 @@ differ, for all of them.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import triton_kernels
-from common import ROOT, SCRIPT, U32, normal, options, random_batch, short_schedule, tiny_gpt
+from common import ROOT, SCRIPT, U32, normal, options, random_batch, run_fresh, short_schedule, tiny_gpt
 from train_gpt import FP8_GRAD_SCALE, FP8_W_SCALE, FP8_X_SCALE, GPT, LAYERS, ForwardSchedule, Hyperparameters, TrainingManager
 from triton_kernels import fp8_linear, softcapped_cross_entropy
 
@@ -178,5 +177,5 @@ def test_a_cpu_compiles_all_shapes_of_a_run(shards: Path, tmp_path: Path) -> Non
     more = dict(compile=1, num_scheduled_iterations=12, num_extension_iterations=4, val_every=2)
     command = [sys.executable, f"{tmp_path / 'idea.py'}", *options(shards, tmp_path, **more)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_fresh(command, env=environment, timeout=300)
     assert done.returncode == 0 and "step:16/16 val_loss:" in done.stdout, done.stderr

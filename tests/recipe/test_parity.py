@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from common import HAS_TRITON, ROOT, ends_with, options
+from common import HAS_TRITON, ROOT, ends_with, options, run_fresh
 from sample import sample
 
 RECORD_61 = ROOT / "records" / "2026-11-22_Record_61"
@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with all that the first log of record 61 holds."""
     folder = tmp_path_factory.mktemp("extracted") / "again"
     command = [sys.executable, ROOT / "records" / "extract.py", min(RECORD_61.glob("*.txt")), folder]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    run_fresh(command, check=True)
     if not HAS_TRITON:  # a log holds what was imported, and that run had Triton
         shutil.copy(ROOT / "no_triton.py", folder)
     return folder
@@ -127,7 +127,7 @@ def test_the_records_source_trains_and_its_checkpoint_is_not_taken_here(
     abort while its interpreter ends, once in some hundred runs."""
     given = [x for x in options(shards, tmp_path, save_every=8) if "bigram_rows" not in x]
     command = [sys.executable, ROOT / "launch" / "start.py", source / "train_gpt.py", *given]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "RANKS": "2"})
+    run = run_fresh(command, env={**os.environ, "RANKS": "2"})
     assert run.returncode == 0 or "terminate called without an active exception" in run.stderr, run.stderr
     log = (tmp_path / "logs" / "run.txt").read_text()
     assert "step:8/8 val_loss:" in log and (source / "train_gpt.py").read_text() in log

@@ -1,7 +1,6 @@
 """extract.py writes a run's sources back as they were, or nothing; what it wrote runs."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -9,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from common import MODULES
+from common import MODULES, run_fresh
 from made_logs import ENVIRONMENT, ROOT, SOURCES, make_log, step_lines
 
 import extract
@@ -238,9 +237,8 @@ def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):
         "--batch_unit=64 --num_scheduled_iterations=1 --num_extension_iterations=0 --val_every=0 --val_tokens=2048 "
         "--val_batch_tokens=1024 --sample_tokens=5 --fp8_head=False"
     )
-    how = {"check": False, "capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120,
-           "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}}  # fmt: skip
-    run = subprocess.run([sys.executable, path, f"--data={tmp_path}", f"--log_dir={tmp_path}", *options.split()], **how)
+    how = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}}
+    run = run_fresh([sys.executable, path, f"--data={tmp_path}", f"--log_dir={tmp_path}", *options.split()], **how)
     assert run.returncode == 0, run.stderr
     log = read_log(tmp_path / "run.txt")
     assert (log.script, log.fault, log.problems, log.total) == (("idea.py", script), "", [], 1)
@@ -248,5 +246,5 @@ def test_an_extracted_run_runs_and_logs_its_sources(tmp_path):
     assert log.settings["model_dim"] == "32" and {"Python", "PyTorch", "CPU", "ranks"} <= set(log.facts)
 
     path, *_ = extract.extract(tmp_path / "run.txt", tmp_path / "alone")
-    run = subprocess.run([sys.executable, path, "--help"], **how)
+    run = run_fresh([sys.executable, path, "--help"], **how)
     assert run.returncode == 0 and "--model_dim" in run.stdout, run.stderr

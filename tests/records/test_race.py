@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("scipy", reason="pip install -r records/requirements.txt")
 pytest.importorskip("rich", reason="pip install -r records/requirements.txt")
 
+from common import run_fresh
 from made_logs import ROOT
 
 import race
@@ -59,7 +60,7 @@ def track(tmp_path, monkeypatch):
     trainer.write_text(TRAINER.format(tests=str(ROOT / "tests" / "records"), calls=str(tmp_path / "calls.txt")))
     monkeypatch.setattr(race, "RUN", (sys.executable, str(trainer)))
     scripts = [str(tmp_path / f"{name}.py") for name in ("before", "after")]
-    return lambda *more: race.main([*scripts, "3", f"--logs={tmp_path / 'logs'}", *more])
+    return lambda *more, runs=3: race.main([*scripts, f"{runs}", f"--logs={tmp_path / 'logs'}", *more])
 
 
 def calls(tmp_path):
@@ -270,7 +271,7 @@ def test_every_source_of_a_run_is_watched(tmp_path):
         (ROOT / "records", "import race; print(*race.sources([race.ROOT / 'train_gpt.py']), sep=chr(10))"),
     ):
         command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {f'{folder}'!r}); {code}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+        done = run_fresh(command, check=True, cwd=tmp_path)
         told.append({*done.stdout.splitlines()})
     imported, watched = told
     assert len(imported) > 20 and imported | {f"{ROOT}/launch/start.py"} <= watched
@@ -317,7 +318,7 @@ def test_a_module_of_a_tools_name_is_watched_with_what_it_imports(tmp_path):
     "what", ["source", "module", "package", "option", "scripts", "foreign log", "logs without a race", "broken notes", "deep notes"]
 )
 def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
-    track()
+    track(runs=1)
     more, said = (), "give another --logs"
     if what == "source":
         (tmp_path / "after.py").write_text("x = 2\n")
@@ -334,10 +335,10 @@ def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
         (tmp_path / "before.py").rename(tmp_path / "left.py")
         (tmp_path / "after.py").rename(tmp_path / "right.py")
         with pytest.raises(SystemExit, match="holds a race of other scripts"):
-            race.main([f"{tmp_path}/left.py", f"{tmp_path}/right.py", "3", f"--logs={tmp_path / 'logs'}"])
+            race.main([f"{tmp_path}/left.py", f"{tmp_path}/right.py", "1", f"--logs={tmp_path / 'logs'}"])
         (tmp_path / "left.py").rename(tmp_path / "before.py")
         (tmp_path / "right.py").rename(tmp_path / "after.py")
-        track()
+        track(runs=1)
         said = None
     elif what == "foreign log":
         (tmp_path / "logs" / "after" / "mine.txt").write_bytes(b"")
@@ -350,8 +351,8 @@ def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
         said = "not what a race writes"
     if said:
         with pytest.raises(SystemExit, match=said):
-            track(*more)
-    assert len(calls(tmp_path)) == 6
+            track(*more, runs=1)
+    assert len(calls(tmp_path)) == 2
 
 
 def test_a_race_without_a_log_begins_anew(track, tmp_path, monkeypatch):

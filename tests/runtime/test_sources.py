@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from common import MODULES, ROOT, SCRIPT, copy_project, ends_with, lines_of, options, unequal
+from common import MODULES, ROOT, SCRIPT, copy_project, ends_with, lines_of, options, run_fresh, unequal
 from launch import sources as launch_sources
 from runtime.checkpoints import read_checkpoint
 from runtime.log import log_header
@@ -57,6 +57,14 @@ def run_sh(project: Path, standing_in: Path, *arguments: str) -> subprocess.Comp
     )  # fmt: skip
 
 
+def start_py(project: Path, standing_in: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What run.sh ends in, the same without the seconds that PyTorch's import takes."""
+    return run_fresh(
+        [sys.executable, project / "launch" / "start.py", *arguments],
+        cwd=standing_in, env={**os.environ, "RANKS": "1", "PYTHONPATH": ""}, preexec_fn=lambda: os.sched_setaffinity(0, {CPU}),
+    )  # fmt: skip
+
+
 def sources_of(log: Path) -> dict[str, bytes]:
     """What a log holds, by path; the script's, which has none there, is that of the settings' line."""
     sources, environment, _ = log.read_bytes().split(b"\n" + b"=" * 100 + b"\n", 2)
@@ -71,7 +79,7 @@ def sources_of(log: Path) -> dict[str, bytes]:
 def idea(project, shards, tmp_path_factory):
     """The folder of a run of ideas/idea.py, started from elsewhere by its path in the project."""
     folder = tmp_path_factory.mktemp("idea")
-    result = run_sh(project, folder, "ideas/idea.py", *options(shards, folder, save_every=4))
+    result = start_py(project, folder, "ideas/idea.py", *options(shards, folder, save_every=4))
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -103,7 +111,7 @@ def again(idea, project, shards, tmp_path_factory):
     assert printed.endswith(f"run it: ./run.sh {shlex.quote(f'{project}/again/ideas/idea.py')}\n")
     with open(project / "again" / "runtime" / "options.py", "a") as file:
         file.write('print("another runtime")\n')
-    result = run_sh(project, project, "again/ideas/idea.py", *options(shards, folder, save_every=4))
+    result = start_py(project, project, "again/ideas/idea.py", *options(shards, folder, save_every=4))
     assert result.returncode == 0, result.stderr
     assert "another runtime" in result.stdout
     return folder
@@ -183,7 +191,7 @@ def test_a_module_from_elsewhere_is_refused(project, tmp_path, how):
         "from pathlib import Path\nimport package, other.part, runtime.log as log  # import word\n"
         f"{how}\nassert 'debugger' in sys.modules\nSOURCES.of_run()\n"
     )
-    done = subprocess.run([sys.executable, f"{script}"], capture_output=True, text=True, env=before)
+    done = run_fresh([sys.executable, f"{script}"], env=before)
     which = "spaces" if "spaces" in how else "mine"
     said = f"ideas/foreign.py imports {which} from {tmp_path}/{which}, which no log would hold: move it beside"
     assert (said in done.stderr) if how else not done.stderr, done.stderr
@@ -416,7 +424,8 @@ def test_code_that_no_log_would_hold_trains_nothing(tmp_path, how):
     (tmp_path / "sweep").write_text(code)
     command = {"-c": ["-c", code], "a pipe": ["-"], "a file without .py": [f"{tmp_path}/sweep"]}[how]
     environment = {name: value for name, value in os.environ.items() if name != "SCRIPT"}
-    done = subprocess.run([sys.executable, *command], input=code, env=environment, capture_output=True, text=True)
+    start = subprocess.run if how == "a pipe" else run_fresh
+    done = start([sys.executable, *command], input=code, env=environment, capture_output=True, text=True)
     name = {"-c": "code without a file", "a pipe": "<stdin>"}.get(how, "sweep")
     assert done.returncode == 1 and f"ValueError: {name} runs the main() of {ROOT}/train_gpt.py, whose log would not hold" in done.stderr
 
@@ -601,7 +610,7 @@ def test_the_files_that_a_script_reads_are_told_by_their_checksums(tmp_path, mon
     script = READS.format(root=f"{ROOT}", names=names, folder=f"{folder}", shards=f"{folder / 'shards'}")
     (folder / "idea.py").write_text(script + f"os.remove({names[8]!r})\nprint(sources.read(settings))\n")
     monkeypatch.setenv("LR", "2")
-    done = subprocess.run([sys.executable, folder / "idea.py"], cwd=stands, capture_output=True, text=True, timeout=60)
+    done = run_fresh([sys.executable, folder / "idea.py"], cwd=stands, timeout=60)
     assert done.returncode == 0, done.stderr
     facts, later = done.stdout.splitlines()
     crc = lambda name: f"CRC-32 {zlib.crc32(name.encode()):08x}"

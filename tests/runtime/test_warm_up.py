@@ -4,7 +4,6 @@ import itertools
 import os
 import random
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,7 +16,7 @@ import torch
 
 import launch.unsaved
 import train_gpt
-from common import ROOT, SCRIPT, ends_with, options, tiny_settings, unequal
+from common import ROOT, SCRIPT, ends_with, options, run_fresh, tiny_settings, unequal
 from launch.console import AgreedError
 from launch.unsaved import kept_outside
 from runtime.checkpoints import read_checkpoint
@@ -251,7 +250,7 @@ def test_a_module_of_an_idea_is_looked_at(shards, tmp_path):
     (tmp_path / "idea.py").write_text(idea.replace("    model, h = manager.model, manager.h\n", counting, 1))
     (tmp_path / "helper.py").write_text("CALLS = 0\n")
     command = [sys.executable, f"{tmp_path / 'idea.py'}", *options(shards, tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": f"{ROOT}"}, capture_output=True, text=True, timeout=120)
+    done = run_fresh(command, env={**os.environ, "PYTHONPATH": f"{ROOT}"})
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("caution")]
     assert done.returncode == 0 and said.startswith("caution: passes or updates change helper.CALLS: no checkpoint holds that")
 
