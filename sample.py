@@ -53,6 +53,9 @@ except ImportError as problem:
     if __name__ == "__main__" and isinstance(problem, ModuleNotFoundError) and problem.name in ("numpy", "torch"):
         # As run.sh does: an import would put environment.py into every log.
         root = os.path.dirname(os.path.realpath(__file__))
+        if not os.path.exists(f"{root}/requirements.txt"):  # the sources of a log have none
+            fault = f"{sys.executable} lacks {problem.name}, and {root} makes no environment"
+            sys.exit(f"sample.py: error: {fault}: run it by one that has it, as .venv/bin/python of the project")
         command = [f"{root}/launch/environment.py", "--for=sample.py", f"{root}/requirements.txt", "--then", *sys.argv]
         os.execv(sys.executable, [sys.executable, *command])
     if __name__ != "__main__" or sys.path[0] == str(Path(__file__).resolve().parent):
@@ -175,9 +178,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=200, help="to write (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="above 0: near it the likeliest, 1 as trained (0.8)")
     parser.add_argument("--nucleus", type=float, default=0.99, help="share of the probability that is drawn from (0.99)")
-    parser.add_argument("--script", type=user_path, default=Path(__file__).with_name("train_gpt.py"), help="that trained it")
-    logs = Path(__file__).resolve().parent / "logs"
-    parser.add_argument("--log_dir", type=user_path, default=logs, help="where 'latest' looks (the project's logs/)")
+    root = Path(__file__).resolve().parent
+    parser.add_argument("--script", type=user_path, default=root / "train_gpt.py", help="that trained it")
+    parser.add_argument("--log_dir", type=user_path, default=root / "logs", help="where 'latest' looks (the project's logs/)")
     args = parser.parse_args(argv)
     if args.tokens < 1 or not 0 < args.temperature < math.inf:
         parser.error("--tokens and --temperature must be positive and finite")

@@ -220,11 +220,23 @@ def memory_table(parameters: dict[str, Parameter], h: Hyperparameters, world_siz
     return markdown(["MB of state on a rank", *(f"W = {W}" for W in world_sizes)], rows)
 
 
+def refused(h: Hyperparameters, world_size: int) -> list[str]:
+    """Labels that cannot be sharded over so many ranks: their rows do not divide, and only banks are padded."""
+    parameters, rows = model_parameters(h), param_table(h).items()
+    fixed = [(label, config) for label, config in rows if config.comms == "sharded" and not config.may_pad]
+    return [label for label, config in fixed if len(rows_of(parameters[label], config)) % world_size]
+
+
 def main() -> None:
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world_sizes", type=numbers_between(1, 2**16), default=[2, 4, 8, 16])
     args, options = parser.parse_known_args()
+    if {"-h", "--help"} & {*options}:
+        print(__doc__)  # then the trainer's
     h, world_sizes = trainer_settings(options, preset="record"), args.world_sizes
+    for W in world_sizes:
+        if undivided := refused(h, W):
+            print(f"Training refuses {W} ranks today: the rows of {', '.join(undivided)} do not divide among them.\n")
     parameters = model_parameters(h)
     print(traffic_table(parameters, h, world_sizes), "\n")
     print(memory_table(parameters, h, [1, *world_sizes]), "\n")

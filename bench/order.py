@@ -25,7 +25,7 @@ if __name__ == "__main__":
     go_on("requirements.txt", "torch")
 
 from bench import order_pictures, order_validation, schedule_costs, traces
-from bench.communication import markdown, model_parameters, rows_of
+from bench.communication import markdown, model_parameters, refused, rows_of
 from bench.schedule_model import (
     ModelError, Operation, Orders, Span, Task, critical_path, exposures, from_file, interference_of, operations_of, reason, simulate,
     step_seconds, window,
@@ -301,7 +301,7 @@ def scale_table(h: Hyperparameters, machine: schedule_costs.Machine, sizes: Sequ
             banks = [label for label, config in table.items() if config.may_pad]
             real = [len(rows_of(parameters[label], table[label])) for label in banks]
             row.append(f"{sum(n + -n % sharers for n in real) / sum(real) - 1:.0%}")
-            row.append(", ".join(schedule_costs.refused(h, sharers)) or "none")
+            row.append(", ".join(refused(h, sharers)) or "none")
             rows.append(row)
     return markdown(["ranks", "shared by", "NorMuon alone, ms", "of it latency", "with Adam, split, ms", "of it latency",
                      "padding of the banks", "refused today"], rows)  # fmt: skip
@@ -321,7 +321,7 @@ def search_orders(args: argparse.Namespace, options: list[str]) -> None:
             panels.append((f"{kind}, the table's orders, predicted for {machine.name}", operations, spans))
         draw(panels, args)
     print(f"# Predictions for {machine.name}, {ranks} ranks, in ms\n")
-    if undivided := schedule_costs.refused(h, ranks):
+    if undivided := refused(h, ranks):
         print(f"Training refuses so many ranks today: the rows of {', '.join(undivided)} do not divide among them.\n")
     if args.scale:
         return print(scale_table(h, machine, args.scale))

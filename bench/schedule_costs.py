@@ -143,13 +143,6 @@ def tasks_of(
 KINDS = {"NorMuon alone": (False, True), "with Adam, tied": (True, True), "with Adam, split": (True, False)}
 
 
-def refused(h: Hyperparameters, world_size: int) -> list[str]:
-    """Labels that cannot be sharded over so many ranks: their rows do not divide, and only banks are padded."""
-    parameters, rows = model_parameters(h), param_table(h).items()
-    fixed = [(label, config) for label, config in rows if config.comms == "sharded" and not config.may_pad]
-    return [label for label, config in fixed if len(rows_of(parameters[label], config)) % world_size]
-
-
 # Of a micro-batch of 16,384 tokens on one H100, as bench/codegen.py predicts it (README: "This recipe"): embeddings; all
 # between them and the head; the head's product and loss. Tables are looked up at once; a bank is one tensor for all layers.
 FORWARD_SECONDS = {"look-ups": 0.07e-3, "layers": 6.36e-3, "head and loss": 2.49e-3}

@@ -6,6 +6,10 @@
 # Ends with a line for each version; exit code 1 if one has failed.
 set -uo pipefail
 folder=${1:?"usage: bench/versions.sh FOLDER [pytest arguments]"}
+case $folder in
+    -h | --help) sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}"; exit ;;
+    -*) echo "bench/versions.sh: error: $folder is no folder: usage: bench/versions.sh FOLDER [pytest arguments]" >&2; exit 2 ;;
+esac
 if [[ -n ${VERSIONS-} && ! $VERSIONS =~ [^[:space:]] ]]; then
     echo "bench/versions.sh: error: VERSIONS is blank: unset it, or name PyTorch:Triton:NumPy (is a shell variable not set?)" >&2
     exit 2

@@ -62,6 +62,8 @@ def find_shards(pattern: str) -> list[str]:
         names = []
     except OSError as error:
         raise DataError(f"{folder}: cannot be read: {error.strerror}: check the folder and its disk") from error
+    if not names and os.path.isfile(folder):
+        raise DataError(f"{folder} is a file: --data names the folder of the shards")
     if not names:
         raise DataError(
             f"no shard matches {pattern}: make some with data/local_text.py or fetch them with data/cached_fineweb10B.py"

@@ -46,7 +46,7 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders in it
 DOCUMENT_BYTES = 2040  # with end-of-text still below the 2,048 tokens at which training cuts documents
 VALIDATION_SHARE = 1 / 20
 READ_ANEW = 256 << 20  # bytes of text, half a second: to find out whether it has changed
-PROGRAM = (Path(__file__), Path(__file__).with_name("encodings.py"))  # what turns text into tokens
+PROGRAM = (Path(__file__).resolve(), Path(__file__).resolve().with_name("encodings.py"))  # what turns text into tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Files
@@ -324,17 +324,22 @@ def main() -> None:
         if unreadable:
             console(f"local_text.py: {complaint(unreadable)}", "stderr")
         with locked(args.output):
-            if file := open_lock_if_writable(args.output / READERS):  # for runs to hold
-                file.close()
+            readers = open_lock_if_writable(args.output / READERS)  # for runs to hold
+            if readers:
+                readers.close()
             wanted = recipe(args, files)
             manifest = load_manifest(args.output)
             if manifest and is_present(args.output, manifest, wanted):
                 tokens = sum(manifest["shards"].values())
                 console(f"{args.output} is up to date: {tokens:,} tokens in {len(manifest['shards'])} shards")
-            else:
+            elif readers:
                 with without_readers(args.output):
                     made = make_shards(args, files, wanted, list(manifest["shards"]) if manifest else [])
                 report(made, args.output)
+            else:
+                holds = ", and holds shards of other text, as of another Python, or other options" if manifest else ""
+                serves = f"train on them as they are, by --data={args.output}, or " if manifest else ""
+                raise DataError(f"{args.output} cannot be written{holds}: {serves}name another folder with --output")
 
 
 if __name__ == "__main__":

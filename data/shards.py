@@ -476,7 +476,8 @@ def without_readers(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
-                f"{folder}: a run trains on these shards, which others would replace: wait for its end, or give another --output"
+                f"{folder}: a run trains on these shards, which others would replace: wait for its end, train on them too, by "
+                f"--data={folder}, or give another --output"
             ) from None
         except OSError:  # a network file system without locks
             pass
@@ -492,7 +493,7 @@ def one_line(text: object) -> str:
 def one_line_errors() -> Iterator[None]:
     """Ends the program with one line and code 1 on an error the user can mend (DataError, OSError, memory) and on Ctrl-C.
     What the encoding of a stream lacks, as in a folder's name, is written as an escape; a closed one leads nowhere."""
-    from launch.console import guard_console  # for the tools: the loader needs nothing but this file
+    from launch.console import console, guard_console  # for the tools: the loader needs nothing but this file
 
     tool = Path(sys.argv[0]).name
     guard_console()
@@ -508,7 +509,8 @@ def one_line_errors() -> Iterator[None]:
     except MemoryError as error:
         sys.exit(f"{tool}: error: not enough memory: {one_line(error) or 'lower --shard_tokens or --workers'}")
     except KeyboardInterrupt:
-        sys.exit(f"{tool}: interrupted; the same command goes on from here")
+        console(f"{tool}: interrupted; the same command goes on from here", "stderr")
+        sys.exit(128 + signal.SIGINT)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

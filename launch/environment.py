@@ -212,7 +212,7 @@ def alone(root):
 
 
 def is_environment(folder):
-    """Or nothing that anybody would miss: then it may be emptied, as where its Python has gone. A link leads elsewhere."""
+    """Or nothing that anybody would miss: then it may be emptied, as one half made. A link leads elsewhere."""
     if os.path.islink(folder) or not os.path.isdir(folder):
         return False
     return os.path.isfile(os.path.join(folder, "pyvenv.cfg")) or not any(names for _, _, names in os.walk(folder))
@@ -226,10 +226,21 @@ def fill(folder, files, lacks):
     if there == []:
         return python
     if there is None:
-        if os.path.lexists(folder) and not is_environment(folder):
-            why = "{} lacks {}, and {} is no environment of Python: move it away"
-            fail(why.format(sys.executable, ", ".join(lacks), folder))
+        aside, gone = folder + ".gone", "" if os.path.exists(python) or not os.path.islink(python) else os.path.realpath(python)
+        if os.path.lexists(folder):
+            why = "" if is_environment(folder) else "is no environment of Python: move it away"
+            if not why and os.stat(folder).st_uid != os.geteuid():  # whose Python lies in a home, as pyenv's does
+                why = "is another user's, whose Python does not run for you: work in a copy of the project of your own"
+            elif not why and os.path.exists(python):  # as of another processor, or by a PYTHONHOME
+                why = "does not run here: start where its Python runs, or remove it"
+            elif not why and gone and os.path.lexists(aside):
+                why = "has lost its Python, as {} before: remove that one".format(aside)
+            if why:
+                fail("{} lacks {}, and {} {}".format(sys.executable, ", ".join(lacks), folder, why))
         tell("{} lacks {}: making .venv".format(sys.executable, ", ".join(lacks)))
+        if gone:  # or is not in this container, and runs outside
+            os.rename(folder, aside)
+            tell("the Python of .venv, {}, is not here: it is .venv.gone now, to be removed".format(gone))
         run_quietly([new_python(), "-m", "venv", "--clear", folder], "making .venv")
         there = missing_there(python, files)
     if there and there[0].startswith("Python "):

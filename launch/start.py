@@ -387,9 +387,12 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         raise LaunchError(f"RANKS={asked}: this machine shows {gpus} GPUs, and a rank needs its own", 1)
     run, settings = importlib.import_module("runtime.run"), importlib.import_module("runtime.options")  # of the script's tree
     if not (hasattr(run, "check_start") and all(hasattr(script, x) for x in ("Hyperparameters", "PRESETS", "check_shards"))):
+        paths, hyperparameters = {"data": "data/fineweb10B" if gpus else TEXT, "log_dir": "logs"}, getattr(script, "Hyperparameters", None)
         if not is_given("data", options):
-            make_data(MAKERS["data/fineweb10B" if gpus else TEXT])
-        return asked or usual_ranks(gpus, 8), options
+            make_data(MAKERS[paths["data"]])
+        has = [field.name for field in dataclasses.fields(hyperparameters)] if dataclasses.is_dataclass(hyperparameters) else []
+        meant = [name for name in paths if name in has and not is_given(name, options) and Path.cwd() != ROOT]
+        return asked or usual_ranks(gpus, 8), options + [f"--{name}={ROOT / paths[name]}" for name in meant]
     check_plain(script.Hyperparameters, script.PRESETS)
     check_defaults(settings.check_values, script.Hyperparameters, script.PRESETS)
     try:
@@ -406,6 +409,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         check_transport()
         if compiled:
             check_compiler("CXX", ["clang++" if sys.platform == "darwin" else "g++"])
+            check_compiled_paths(f"{Path(torch.__file__).parent}", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductors_folder())
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
     check_threads(ranks, torch.get_num_threads(), bool(getattr(s, "trace_steps", "")))
@@ -452,7 +456,12 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
             raise LaunchError(f"ulimit -f is {limit >> 10}, a checkpoint has over {state >> 10}: raise it, or --save_every=0", 1)
 
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # here nobody else would come to it
-    run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
+    try:
+        run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
+    except ValueError as error:
+        if not (kept and ".bin is '" in f"{error}"):
+            raise
+        raise LaunchError(f"{error}: python data/local_text.py, with the Python that began the run, makes its shards again", 1) from None
     os.environ |= {"TORCH_DIST_INIT_BARRIER": barrier} if barrier else {}
     show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
     bring_flash_attention()
@@ -503,6 +512,14 @@ def check_compiler(name: str, usual: list[str]) -> None:
         what = f"{name}={asked} is no compiler that works" if asked else f"there is no {' or '.join(usual)} on the PATH"
         way_out = ", or give --compile=false" if name == "CXX" else ""
         raise LaunchError(f"{what}, which the compiled code needs: install one, name it by {name}{way_out}", 1)
+
+
+def check_compiled_paths(pytorch: str, cache: str) -> None:
+    """Raise LaunchError for folders that Inductor's C++ compiler cannot be told of: its command line is one text, unquoted."""
+    for path, way_out in ((pytorch, "move the environment"), (cache, "name another by TORCHINDUCTOR_CACHE_DIR")):
+        if re.search(r"[\s'\"\\]", path):
+            fault = f"PyTorch's compiler takes no path with a blank, a quotation mark or a backslash, as {path} has"
+            raise LaunchError(f"{fault}: {way_out}, or give --compile=false", 1)
 
 
 def check_cache(name: str, usual: str = "") -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common import ROOT, text_of, wait_until
+from common import ROOT, run_fresh, text_of, wait_until
 
 CHILD = """#!/bin/bash
 # In place of a launcher: SIGTERM reaches what it has started through it alone.
@@ -153,6 +153,9 @@ def test_no_version_is_not_all_versions_that_pass(tmp_path):
     done = subprocess.run(command, env={**os.environ, "VERSIONS": " "}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("bench/versions.sh: error: VERSIONS is blank: ")
     assert not done.stdout and not (tmp_path / "made").exists()
+    for option, code, said in (("--help", 0, "Does the CPU part"), ("--jobs=2", 2, "bench/versions.sh: error: --jobs=2 is no folder")):
+        done = subprocess.run([*command[:2], option], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code and (done.stdout + done.stderr).startswith(said), done
 
 
 PYTHON = """#!/bin/bash
@@ -192,10 +195,9 @@ def test_an_environment_is_that_of_all_three_versions(tmp_path):
 def test_a_reader_that_has_enough_is_no_fault() -> None:
     """`communication.py | head`"""
     command = [sys.executable, f"{ROOT / 'bench' / 'communication.py'}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()
-        assert process.stderr.read() == "" and process.wait() == 0
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    said = "communication.py: error: [Errno 28] No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as left, open("/dev/full", "wb") as full:
+        for stdout, code, said in ((left, 0, ""), (full, 1, "communication.py: error: [Errno 28] No space left on device\n")):
+            done = run_fresh(command, stdout=stdout)
+            assert (done.returncode, done.stderr) == (code, said)

@@ -1,7 +1,6 @@
 """bench/communication.py, bench/optimizer.py: what they print is what bench/README.md shows and what the optimizer does."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import communication, cpu_step, grad_dtype, optimizer, order
 from bench.settings import trainer_settings
-from common import ROOT, train_gpt
+from common import ROOT, run_fresh, train_gpt
 from data.loader import synthetic_batch, to_device
 from runtime.ranks import Ranks
 from tail_averages import TAIL_TABLE
@@ -86,11 +85,23 @@ def test_state_on_one_rank_is_as_large_as_the_table_says(dtype: str, averages: b
         assert communication.state_bytes(label, parameters[label], table[label], tails=TAIL_TABLE * averages) == size, label
 
 
+def test_what_training_refuses_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Numbers of ranks; and --help names the options of its own beside the trainer's."""
+    monkeypatch.setattr(sys, "argv", ["communication.py", "--world_sizes=2,7"])
+    communication.main()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Training refuses")]
+    assert len(said) == 1 and said[0].startswith("Training refuses 7 ranks today: the rows of ")
+    monkeypatch.setattr(sys, "argv", ["communication.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        communication.main()
+    assert "[--world_sizes=2,4,8,16]" in (out := capsys.readouterr().out) and "--model_dim" in out
+
+
 def test_every_kind_of_step_is_taken_apart_by_label() -> None:
     """On one rank: the banks in each kind, embed only after the split."""
     options = "--preset=demo --model_dim=32 --num_heads=2 --head_dim=16 --val_batch_tokens=512 --val_tokens=512"
     command = [sys.executable, str(ROOT / "bench" / "optimizer.py"), *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_fresh(command, timeout=300)
     assert done.returncode == 0, done.stderr
     kinds = re.split(r"\n(?=NorMuon alone|with Adam)", done.stdout)[1:]
     labels = [set(re.findall(r"^\| (\w+) \| [\d.]", kind, re.MULTILINE)) for kind in kinds]
@@ -133,7 +144,7 @@ def test_data_that_a_run_would_refuse_are_one_message_before_any(monkeypatch: py
 
 def test_a_step_on_a_cpu_is_taken_apart() -> None:
     command = [sys.executable, str(ROOT / "bench" / "cpu_step.py"), *SMALL.split(), "--val_tokens=512"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_fresh(command, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line.startswith("|")]
     kinds = {row[0]: row[1:] for row in rows[2:]}

@@ -189,8 +189,11 @@ def test_what_is_ready_serves_where_nothing_can_be_written(
     monkeypatch.setattr("data.shards.open_lock", refuse)
     make(monkeypatch, library, tmp_path / "out")
     assert "is up to date" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=f"error: .*{os.strerror(number)}: .*out/.readers"):
+    said = r"out cannot be written, and holds shards of other text, .*: train on them as they are, by --data=.*/out, or name another"
+    with pytest.raises(SystemExit, match=said):
         make(monkeypatch, library, tmp_path / "out", "--shard_tokens=7")
+    with pytest.raises(SystemExit, match="new cannot be written: name another folder with --output"):
+        make(monkeypatch, library, tmp_path / "new")
 
 
 def change_letter(path: Path) -> None:

@@ -66,7 +66,8 @@ FAULTS = {  # what happens to a good folder, and the message
     ),
     "the folder is a pattern of others": (lambda folder: folder.rename(folder.parent / "set1"), "no shard matches .*set.1."),
     "the folder is a file": (
-        lambda folder: (folder.rename(folder.parent / "away"), folder.write_text(""))[0], "no shard matches"
+        lambda folder: (folder.rename(folder.parent / "away"), folder.write_text(""))[0],
+        "is a file: --data names the folder of the shards",
     ),
 }  # fmt: skip
 

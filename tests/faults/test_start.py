@@ -24,7 +24,7 @@ import torch
 
 import train_gpt
 from common import (
-    HAS_TRITON, ROOT, SCRIPT, Forked, children, copy_project, exit_code, forked, options, started, text_of, unreadable,
+    HAS_TRITON, ROOT, SCRIPT, Forked, children, copy_project, exit_code, forked, options, run_fresh, started, text_of, unreadable,
     wait_until, without_rights,
 )  # fmt: skip
 from data.shards import read_shard, shard_name, write_shard
@@ -73,6 +73,7 @@ def start(monkeypatch, capfd):
 
 MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "no data": ("--data=/nowhere", {}, r"no shard matches /nowhere/\*_val_\*.bin: make some with data/local_text.py", 1),
+    "a file for a folder": ("--data=/etc/hostname", {}, "/etc/hostname is a file: --data names the folder of the shards$", 1),
     "unknown option": ("--learning_rate=1", {}, "unrecognized arguments: --learning_rate=1", 2),
     "nearly an option": ("--val_evry=2 -seed=1", {},
                          r"unrecognized arguments: --val_evry=2 -seed=1 \(did you mean --val_every and --seed\?\)$", 2),
@@ -425,6 +426,20 @@ def test_a_run_that_goes_on_keeps_the_data_that_it_began_with(start, shards, tmp
     assert (tmp_path / "asked").exists()
 
 
+def test_data_that_another_python_has_made_since_are_told(start, shards, tmp_path, monkeypatch, no_warm_up):
+    """Of two checksums nobody knows what to do."""
+    shutil.copytree(shards, data := tmp_path / "data" / "local")
+    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    monkeypatch.setattr(launcher, "find_script", lambda given: (SCRIPT, given))
+    given = [option for option in options(shards, tmp_path, save_every=4) if not option.startswith("--data")]
+    monkeypatch.chdir(tmp_path)
+    train_gpt.main([*given, "--data=data/local"])
+    write_shard(data / "local_train_000000.bin", read_shard(data / "local_train_000000.bin")[::-1].copy())
+    code, lines, started = start(*given, f"--resume={tmp_path}/logs/run/step_000004.pt")
+    said = "CRC-32 .*: python data/local_text.py, with the Python that began the run, makes its shards again"
+    assert (code, started) == (1, ()) and re.search(said, lines[-1]), lines
+
+
 def test_a_shard_that_is_not_there_between_others_is_told(start, shards, tmp_path):
     """It trained on what was left of a copy cut short, in silence."""
     tokens = read_shard(shards / "local_train_000000.bin")
@@ -689,7 +704,8 @@ def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path, name, v
     code = f"from launch.start import *; print(check(load(Path(sys.argv[1])), sys.argv[2:], None)[0], os.environ['{name}'])"
     command = [PYTHON, "-c", code, f"{SCRIPT}", *options(shards, tmp_path)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}", name: value}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    run = subprocess.run if name == "TORCH_DISTRIBUTED_DEBUG" else run_fresh  # which is read as PyTorch is imported
+    done = run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     assert done.returncode == 0 and done.stdout.endswith(f"\n2 {value}\n"), done.stderr
 
 
@@ -822,12 +838,16 @@ def test_a_script_without_settings_is_started_unchecked(start, tmp_path):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the first record's source needs Triton, which is not here")
 def test_so_is_the_source_of_the_first_record(shards, tmp_path):
-    """Older than check_shards: its page says that ./run.sh trains it again."""
+    """Older than check_shards: its page says that ./run.sh trains it again, from any folder on the project's data."""
     record, again = ROOT / "records/2026-11-21_Demo/seed0.txt", tmp_path / "again"
-    subprocess.run([PYTHON, ROOT / "records/extract.py", record, again], check=True)
+    run_fresh([PYTHON, ROOT / "records/extract.py", record, again], check=True)
     code = "from launch.start import *; print(check(load(Path(sys.argv[1])), sys.argv[2:], None))"
     command = [PYTHON, "-c", code, again / "train_gpt.py", f"--data={shards}"]
-    assert subprocess.check_output(command, cwd=ROOT, text=True).splitlines()[-1] == f"(2, ['--data={shards}'])"
+    assert run_fresh(command, cwd=ROOT, check=True).stdout.splitlines()[-1] == f"(2, ['--data={shards}'])"
+    command[2] = code.replace("; print(", "; check.__globals__['make_data'] = print; print(")
+    expected = [f"--data={ROOT / 'data/local'}", f"--log_dir={ROOT / 'logs'}"]
+    said = run_fresh([*command[:4]], cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}"}, check=True).stdout
+    assert said.splitlines()[-2:] == ["data/local_text.py", f"(2, {expected})"]
 
 
 def test_paths_mean_the_folder_in_which_the_user_stands(start, shards, tmp_path, monkeypatch):
@@ -991,18 +1011,28 @@ def made(tmp_path, monkeypatch):
     return lambda: environment.ensure([f"{tmp_path / 'requirements.txt'}"], f"{tmp_path}"), commands, tmp_path / ".venv"
 
 
-@pytest.mark.parametrize("before", ["nothing", "its python is gone", "its python is no program"])
-def test_an_environment_that_does_not_run_is_made_again(made, before, capsys):
+@pytest.mark.parametrize("before", ["nothing", "its python is gone", "half made"])
+def test_an_environment_without_its_python_is_made_again(made, before, capsys):
+    """And kept aside, once: its Python may be there outside of a container, where a run trains from it."""
     ensure, commands, venv = made
     if before != "nothing":
         (venv / "bin").mkdir(parents=True)
         (venv / "pyvenv.cfg").touch()
-        (venv / "bin" / "python").symlink_to("/nowhere/python3" if before == "its python is gone" else "/etc/hostname")
+    if before == "its python is gone":
+        (venv / "bin" / "python").symlink_to("/nowhere/python3")
+        (aside := venv.with_name(".venv.gone")).mkdir()
+        with pytest.raises(SystemExit, match=f"{venv} has lost its Python, as {aside} before: remove that one"):
+            ensure()
+        aside.rmdir()
+        capsys.readouterr()
     assert ensure() == f"{venv / 'bin' / 'python'}"
     assert commands == [["-m", "venv", "--clear"], ["-m", "pip", "install"]]
     printed = capsys.readouterr()
     told = [line.partition(": ")[2] for line in printed.err.splitlines()]
     assert printed.out == "" and told[0] == f"{PYTHON} lacks no_such_package: making .venv"
+    if before == "its python is gone":
+        assert told.pop(1) == "the Python of .venv, /nowhere/python3, is not here: it is .venv.gone now, to be removed"
+        assert (aside / "pyvenv.cfg").exists()
     assert told[1] == "installing into .venv, which takes minutes the first time: no_such_package"
     assert re.fullmatch(r".venv is ready \(\d+ s\)", told[2])
 
@@ -1022,6 +1052,28 @@ def test_what_is_no_environment_is_not_emptied(made, tmp_path, kind):
     with pytest.raises(SystemExit, match=f"lacks no_such_package, and {venv} is no environment of Python: move it away"):
         ensure()
     assert place.read_text() == "mine" and commands == []
+
+
+def test_an_environment_whose_python_fails_is_not_emptied(made):
+    """As of another processor, by a PYTHONHOME, or killed by the system: it runs elsewhere, or later."""
+    ensure, commands, venv = made
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").touch()
+    (venv / "bin" / "python").symlink_to("/etc/hostname")
+    with pytest.raises(SystemExit, match=f"{venv} does not run here: start where its Python runs, or remove it"):
+        ensure()
+    assert commands == [] and (venv / "pyvenv.cfg").exists()
+
+
+def test_the_environment_of_another_user_is_not_emptied(made, monkeypatch):
+    """Its Python lies in that user's home, which others may not enter; a run of his goes on."""
+    ensure, commands, venv = made
+    venv.mkdir()
+    (venv / "pyvenv.cfg").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: venv.stat().st_uid + 1)
+    with pytest.raises(SystemExit, match=f"{venv} is another user's, whose Python does not run for you: work in a copy of the"):
+        ensure()
+    assert commands == [] and (venv / "pyvenv.cfg").exists()
 
 
 def test_two_first_starts_make_one_environment(made, monkeypatch):
@@ -1130,10 +1182,8 @@ def test_a_killed_ranks_code_is_known_where_its_signal_is_ignored(tmp_path):
     """By the process that starts the launcher: the kernel then keeps no child's code, and Python reads 0."""
     script = tmp_path / "idea.py"
     script.write_text("def main():\n    import os\n    os.kill(os.getpid(), 9)\n\n\nif __name__ == '__main__':\n    main()\n")
-    done = subprocess.run(
-        [PYTHON, f"{ROOT}/launch/start.py", script, "--data=x"], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "RANKS": "1"}, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
-    )  # fmt: skip
+    command, ignores = [PYTHON, f"{ROOT}/launch/start.py", script, "--data=x"], lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    done = run_fresh(command, env={**os.environ, "RANKS": "1"}, preexec_fn=ignores)
     assert done.returncode == 1 and "rank 0 was killed by SIGKILL" in done.stderr, done.stderr
 
 
@@ -1163,8 +1213,9 @@ if __name__ == "__main__":
         ({"PATH": "/nowhere"}, r"there is no \S+ on the PATH, which the compiled code needs: install one, name it by CXX, or give --compile"),
         ({"CXX": "/bin/true", "noexec": ""}, r"/\S+ is mounted noexec, and compiled code could not be loaded: name another by TORCHINDUCTOR_CACHE_DIR"),
         ({"CXX": "/bin/true", "TMPDIR": "."}, "torchinductor_al_ice: no folder that can be written, File exists: name another by TORCHINDUCTOR_"),
+        ({"CXX": "/bin/true", "TORCHINDUCTOR_CACHE_DIR": "My cache"}, "takes no path with a blank, .* as My cache has: name another by TORCH"),
     ],
-    ids=["no compiler that works", "none", "noexec", "another's"],
+    ids=["no compiler that works", "none", "noexec", "another's", "blank"],
 )
 def test_what_compiled_code_needs_is_asked_before_the_ranks_start(start, shards, tmp_path, monkeypatch, variables, said):
     for name in ("CC", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -1179,6 +1230,9 @@ def test_what_compiled_code_needs_is_asked_before_the_ranks_start(start, shards,
         there, names = os.statvfs, ("f_bavail", "f_frsize", "f_bsize", "f_flag")
         fields = lambda path: {name: getattr(there(path), name) for name in names}
         monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(**fields(path) | {"f_flag": os.ST_NOEXEC}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(launcher.LaunchError, match="no path with a blank, .* as /My Projects/torch has: move the environment, or"):
+        launcher.check_compiled_paths("/My Projects/torch", "")
     if "TMPDIR" in variables:
         monkeypatch.setattr(launcher.tempfile, "tempdir", None)
         monkeypatch.setattr(launcher.getpass, "getuser", lambda: "al/ice")

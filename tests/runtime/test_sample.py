@@ -15,7 +15,7 @@ import torch
 import sample
 import train_gpt
 import triton_kernels
-from common import ROOT, SCRIPT, lines_of, options, tiny_settings, unreadable, without_rights
+from common import ROOT, SCRIPT, lines_of, options, run_fresh, tiny_settings, unreadable, without_rights, without_stdout
 from data.loader import first_documents
 from data.shards import write_shard
 from runtime.checkpoints import read_checkpoint, write_checkpoint
@@ -149,7 +149,7 @@ def test_sampling_refuses_clearly(capsys, monkeypatch, arguments, message, code)
 def test_a_script_that_cannot_be_read_is_one_message(tmp_path, path, said):
     script = unreadable(tmp_path) / path
     command = [sys.executable, f"{ROOT / 'sample.py'}", "x", "y", f"--script={script}"]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=without_rights)
+    done = run_fresh(command, preexec_fn=without_rights)
     assert done.returncode == 2 and done.stderr.endswith(f"error: --script={script}: {said}\n")
 
 
@@ -199,7 +199,7 @@ def test_a_script_finds_the_modules_beside_it(logs, tmp_path):
     (tmp_path / "helper_of_the_idea.py").write_text("")
     (tmp_path / "attention.py").write_text((ROOT / "attention.py").read_text() + "\nprint('its own attention')\n")
     command = [sys.executable, ROOT / "sample.py", logs / "run" / "step_000008.pt", "abc", "--tokens=2"]
-    done = subprocess.run([*command, "--script", tmp_path / "idea.py"], capture_output=True, text=True, timeout=100)
+    done = run_fresh([*command, "--script", tmp_path / "idea.py"], timeout=100)
     assert done.returncode == 0 and done.stdout.startswith("its own attention\nabc⟫"), done
 
 
@@ -210,7 +210,7 @@ def test_modules_of_other_sources_beside_a_script_are_told(logs, tmp_path):
         (tmp_path / "launch" / name).write_text("")
     (tmp_path / "train_gpt.py").write_text(SCRIPT.read_text())
     command = [sys.executable, ROOT / "sample.py", logs / "run" / "step_000008.pt", "abc"]
-    done = subprocess.run([*command, "--script", tmp_path / "train_gpt.py"], capture_output=True, text=True, timeout=100)
+    done = run_fresh([*command, "--script", tmp_path / "train_gpt.py"], timeout=100)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done
     assert done.stderr.startswith("sample.py: error: not of one project") and done.stderr.endswith(f"run {tmp_path}/sample.py\n")
 
@@ -218,10 +218,14 @@ def test_modules_of_other_sources_beside_a_script_are_told(logs, tmp_path):
 def test_the_sources_of_a_log_have_a_sample_py_that_runs(logs, tmp_path):
     """Without launch/start.py, which no run imports."""
     again = tmp_path / "again"
-    subprocess.run([sys.executable, ROOT / "records" / "extract.py", logs / "run.txt", again], check=True, capture_output=True)
+    run_fresh([sys.executable, ROOT / "records" / "extract.py", logs / "run.txt", again], check=True)
     command = [sys.executable, again / "sample.py", logs / "run" / "step_000008.pt", "abc", "--tokens=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_fresh(command, timeout=100)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("abc⟫"), done
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules |= dict.fromkeys(['numpy', 'torch'])\n")
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": f"{tmp_path}"})
+    said = rf"sample.py: error: \S+ lacks (numpy|torch), and {again} makes no environment: run it by one that has it, as .venv/bin/.*\n"
+    assert done.returncode == 1 and re.fullmatch(said, done.stderr), done
 
 
 @pytest.mark.parametrize("name", ["secrets.py", "random.py", "queue/__init__.py"])
@@ -231,7 +235,7 @@ def test_a_module_of_pythons_name_beside_a_script_is_named(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("KEY = 1\n")
     command = [sys.executable, ROOT / "sample.py", "latest", "abc", "--script", tmp_path / "idea.py"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_fresh(command)
     place, module = f"{tmp_path}/{name}".removesuffix("/__init__.py"), name.partition("/")[0].removesuffix(".py")
     assert done.returncode == 1 and not done.stdout
     assert done.stderr == f"sample.py: error: {place} hides the module {module!r} that others import: rename it\n"
@@ -239,11 +243,14 @@ def test_a_module_of_pythons_name_beside_a_script_is_named(tmp_path, name):
 
 def test_a_reader_that_has_enough_is_no_fault(logs):
     checkpoint = logs / "run" / "step_000008.pt"
-    line = shlex.join([sys.executable, f"{ROOT / 'sample.py'}", f"{checkpoint}", "abc", "--tokens=2", f"--script={SCRIPT}"])
-    for redirection, code in (("| true", 0), (">&-", 0), ("> /dev/full", 1)):
-        command = ["bash", "-o", "pipefail", "-c", f"{line} {redirection}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        assert done.returncode == code and "Traceback" not in done.stderr and bool(done.stderr) == bool(code), done
+    command = [sys.executable, f"{ROOT / 'sample.py'}", f"{checkpoint}", "abc", "--tokens=2", f"--script={SCRIPT}"]
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} | true"], capture_output=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, b"")
+    closed = run_fresh(command, preexec_fn=without_stdout)
+    assert (closed.returncode, closed.stdout, closed.stderr) == (0, "", "")
+    with open("/dev/full", "wb") as full:
+        done = run_fresh(command, stdout=full)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done
 
 
 def test_what_a_model_writes_cannot_move_a_cursor(logs, shards, tmp_path, monkeypatch, capsys, no_warm_up):
