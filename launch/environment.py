@@ -218,6 +218,19 @@ def is_environment(folder):
     return os.path.isfile(os.path.join(folder, "pyvenv.cfg")) or not any(names for _, _, names in os.walk(folder))
 
 
+def in_the_way(folder, python, aside):
+    """Why what stands there is neither emptied nor moved aside, and what to do; None if it may be."""
+    if not is_environment(folder):
+        return "is no environment of Python: move it away"
+    if os.stat(folder).st_uid != os.geteuid():  # whose Python lies in a home, as pyenv's does
+        return "is another user's, whose Python does not run for you: work in a copy of the project of your own"
+    if os.path.exists(python):  # as of another processor, or by a PYTHONHOME
+        return "does not run here: start where its Python runs, or remove it"
+    if os.path.islink(python) and os.path.lexists(aside):
+        return "has lost its Python, as {} before: remove that one".format(aside)
+    return None
+
+
 def fill(folder, files, lacks):
     """The interpreter of the environment in folder, which has what the files ask for. lacks: what the active one does not."""
     begun = time.time()
@@ -226,17 +239,10 @@ def fill(folder, files, lacks):
     if there == []:
         return python
     if there is None:
-        aside, gone = folder + ".gone", "" if os.path.exists(python) or not os.path.islink(python) else os.path.realpath(python)
-        if os.path.lexists(folder):
-            why = "" if is_environment(folder) else "is no environment of Python: move it away"
-            if not why and os.stat(folder).st_uid != os.geteuid():  # whose Python lies in a home, as pyenv's does
-                why = "is another user's, whose Python does not run for you: work in a copy of the project of your own"
-            elif not why and os.path.exists(python):  # as of another processor, or by a PYTHONHOME
-                why = "does not run here: start where its Python runs, or remove it"
-            elif not why and gone and os.path.lexists(aside):
-                why = "has lost its Python, as {} before: remove that one".format(aside)
-            if why:
-                fail("{} lacks {}, and {} {}".format(sys.executable, ", ".join(lacks), folder, why))
+        aside, gone = folder + ".gone", os.path.islink(python) and os.path.realpath(python)
+        why = os.path.lexists(folder) and in_the_way(folder, python, aside)
+        if why:
+            fail("{} lacks {}, and {} {}".format(sys.executable, ", ".join(lacks), folder, why))
         tell("{} lacks {}: making .venv".format(sys.executable, ", ".join(lacks)))
         if gone:  # or is not in this container, and runs outside
             os.rename(folder, aside)

@@ -387,11 +387,11 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         raise LaunchError(f"RANKS={asked}: this machine shows {gpus} GPUs, and a rank needs its own", 1)
     run, settings = importlib.import_module("runtime.run"), importlib.import_module("runtime.options")  # of the script's tree
     if not (hasattr(run, "check_start") and all(hasattr(script, x) for x in ("Hyperparameters", "PRESETS", "check_shards"))):
-        paths, hyperparameters = {"data": "data/fineweb10B" if gpus else TEXT, "log_dir": "logs"}, getattr(script, "Hyperparameters", None)
+        paths = {"data": "data/fineweb10B" if gpus else TEXT, "log_dir": "logs"}
         if not is_given("data", options):
             make_data(MAKERS[paths["data"]])
-        has = [field.name for field in dataclasses.fields(hyperparameters)] if dataclasses.is_dataclass(hyperparameters) else []
-        meant = [name for name in paths if name in has and not is_given(name, options) and Path.cwd() != ROOT]
+        has = getattr(getattr(script, "Hyperparameters", None), "__dataclass_fields__", {}) if Path.cwd() != ROOT else {}
+        meant = [name for name in paths if name in has and not is_given(name, options)]
         return asked or usual_ranks(gpus, 8), options + [f"--{name}={ROOT / paths[name]}" for name in meant]
     check_plain(script.Hyperparameters, script.PRESETS)
     check_defaults(settings.check_values, script.Hyperparameters, script.PRESETS)
@@ -456,12 +456,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
             raise LaunchError(f"ulimit -f is {limit >> 10}, a checkpoint has over {state >> 10}: raise it, or --save_every=0", 1)
 
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # here nobody else would come to it
-    try:
-        run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
-    except ValueError as error:
-        if not (kept and ".bin is '" in f"{error}"):
-            raise
-        raise LaunchError(f"{error}: python data/local_text.py, with the Python that began the run, makes its shards again", 1) from None
+    run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
     os.environ |= {"TORCH_DIST_INIT_BARRIER": barrier} if barrier else {}
     show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
     bring_flash_attention()

@@ -186,8 +186,9 @@ def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[st
     read, was_read = ({name: x for name, x in some.items() if "CRC-32" in f"{x}"} for some in (shards, held))
     faults = differences(was, vars(settings), "hyperparameters.") + differences(read, was_read, "shards.")
     here, there = vars(settings) | read, was | was_read
-    changed = (x for x in here if x in there and x not in MAY_CHANGE_ON_RESUME and f"{there[x]!r}" != f"{here[x]!r}")
-    raise_if(path, faults + [f"{x} is {there[x]!r}, here {here[x]!r}" for x in changed])
+    changed = [x for x in here if x in there and x not in MAY_CHANGE_ON_RESUME and f"{there[x]!r}" != f"{here[x]!r}"]
+    other = ["other shards: name its own by --data, or make them again by the same Python"] * any(x in read for x in changed)
+    raise_if(path, other + faults + [f"{x} is {there[x]!r}, here {here[x]!r}" for x in changed])
     check_usable(path, saved, manager, settings.total_iterations)
     due = {"tokens": sum(map(manager.batch_tokens, range(saved["step"]))), **manager.ticks(saved["step"])}.items()
     raise_if(path, [f"its steps took {took[x]!r:.30} {x}, here they take {n}" for x, n in due if f"{took.get(x, n)}" != str(n)])
@@ -210,8 +211,7 @@ def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) ->
         (is_plain_name(saved["run_id"]), f"run_id is {saved['run_id']!r}, must be a file's name"),
         (f"\n{RULE}\n" in saved["log"]["header"], "log.header has no line of 100 = that ends the sources"),
     )
-    faults = [fault for holds, fault in rules if not holds]
-    faults += [f"state.{fault}" for fault in manager.contradictions(state, step)]
+    faults = [fault for holds, fault in rules if not holds] + [f"state.{x}" for x in manager.contradictions(state, step)]
     raise_if(path, faults + [f"state.{name} is not finite" for name in non_finite(state)])
 
 

@@ -143,7 +143,7 @@ def test_a_run_does_not_resume_on_shards_of_other_content(
     assert path.stat().st_size == status.st_size == HEADER_BYTES + 2 * len(tokens)
     checkpoint = tmp_path / "run" / "logs" / "run" / "step_000004.pt"
     before = text_of(tmp_path / "run" / "logs" / "run.txt")
-    message = rf"step_000004.pt cannot be resumed: {name} is '{len(tokens):,} tokens, CRC-32 \w+', here '.* CRC-32 \w+'"
+    message = rf"step_000004.pt cannot be resumed: other shards: [^;]*; {name} is '{len(tokens):,} tokens, CRC-32 \w+', here '.* CRC-32 \w+'"
     ends_with(capsys, options(path.parent, tmp_path / "run", resume=checkpoint), message, code=1)
     assert text_of(tmp_path / "run" / "logs" / "run.txt") == before
 
