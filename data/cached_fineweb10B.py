@@ -28,7 +28,7 @@ if __name__ == "__main__":
     go_on("requirements.txt", "numpy", "tqdm", "huggingface_hub")
 
 from data.shards import (
-    DataError, ForeignFile, HelpFormatter, ShardError, check_plain, hub_fault, import_tqdm, locked, named, number_between,
+    NOT_WRITABLE, DataError, ForeignFile, HelpFormatter, ShardError, check_plain, hub_fault, import_tqdm, locked, named, number_between,
     one_line, one_line_errors, read_json, shard_name, sync_folder, verify_shard, write_json,
 )
 from launch.console import Parser, console, user_path
@@ -210,7 +210,11 @@ def fetch_shard(name: str, output: Path, known: dict[str, list], place: str = ""
         except ShardError as error:
             console(f"{error}: that is done now", "stderr")
         else:
-            expected, compared = known.get(name) or (announced(REPO, name).hash, None)
+            try:
+                expected, compared = known.get(name) or (announced(REPO, name).hash, None)
+            except DataError as error:  # as on a node without internet
+                way_out = f"{final} is whole, and has not been compared: to train on it all the same, give --data={output}"
+                raise DataError(f"{error}: {way_out}") from None
             if changed == compared or has_hash(final, expected):
                 known[name] = [expected, changed]
                 return count
@@ -238,6 +242,18 @@ def load_known(path: Path) -> dict[str, list]:
         return {}
 
 
+def keep_known(path: Path, known: dict[str, list]) -> bool:
+    """Notes it, if this process may write there: what is ready serves anyway. Raises OSError, as of a full disk."""
+    try:
+        write_json(path, known)
+        return True
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        console(f"{path}: {error.strerror}: the shards serve, and are compared with the hub again at the next start", "stderr")
+        return False
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=HelpFormatter)
     train_shards = number_between(0, TRAIN_SHARDS)
@@ -252,12 +268,12 @@ def main() -> None:
             raise DataError(f"{args.output} holds shards of fineweb.py (progress.json): choose another --output")
         if (arriving := args.output / "arriving").is_symlink():  # what is fetched is renamed, and what is behind a link stays
             raise DataError(f"{arriving} is a link: remove it, or name a folder on that disk by --output")
-        tokens, known = 0, load_known(args.output / "fetched.json")
+        tokens, known, kept = 0, load_known(args.output / "fetched.json"), True
         for index, name in enumerate(names, 1):
             before = known.get(name)
             tokens += fetch_shard(name, args.output, known, f"{index} of {len(names)}")
-            if known[name] != before:
-                write_json(args.output / "fetched.json", known)
+            if known[name] != before and kept:
+                kept = keep_known(args.output / "fetched.json", known)
         remove_fetched(arriving, names)
         console(f"{args.output}: {len(names)} shards, {tokens:,} tokens, all whole")
 

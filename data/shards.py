@@ -218,7 +218,11 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
     temporary = path.with_name(path.name + ".tmp")
     check_plain(temporary)
     temporary.unlink(missing_ok=True)
-    file = open(temporary, "xb")  # never through a link that has come since
+    try:
+        file = open(temporary, "xb")  # never through a link that has come since
+    except OSError as error:  # no such folder, or a closed one: told by the name that its user gave
+        error.filename = f"{path}"
+        raise
     try:
         with named(path), file:
             yield file
@@ -373,12 +377,17 @@ def open_lock(path: Path, mode: str = "ab") -> BinaryIO:
 
 
 def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
-    """The file at path, locked until it is closed or the process ends. Raises ValueError if another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder where the run's lock must be: move it, or give another --run_id")
+    """The file at path, locked until it is closed or the process ends; its folders are made. Raises ValueError if another process
+    has it."""
+    made = [folder for folder in path.parents if not folder.exists()]
     while True:
-        file = open_lock(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder where the run's lock must be: move it, or give another --run_id")
+        try:
+            file = open_lock(path)
+        except FileNotFoundError:  # another run has just ended without a log, and deleted the folder
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -386,8 +395,12 @@ def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
         except OSError as error:  # a network file system without locks
             tell(f"{path} cannot be locked, {error.strerror}: start no second process on this run")
         if os.fstat(file.fileno()).st_nlink:
+            file.made = made
             return file
         file.close()  # its holder has just ended, and deleted it
+
+
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)  # by this process: the errors that say so
 
 
 def open_lock_if_writable(path: Path) -> BinaryIO | None:
@@ -395,18 +408,21 @@ def open_lock_if_writable(path: Path) -> BinaryIO | None:
     try:
         return open_lock(path)
     except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno not in NOT_WRITABLE:
             raise
         return None
 
 
 def unlock_run(file: BinaryIO) -> None:
-    """Close what lock_run gave, and delete the file if it is still that one, under this lock, and empty: not a user's own."""
+    """Close what lock_run gave, and delete the file if it is still that one, under this lock, and empty: not a user's own. Folders
+    that were made for it go too, where the run has left nothing in them."""
     if file.closed:  # in a fork, which has no part in the lock
         return
     with file, contextlib.suppress(OSError):
         if os.path.samestat(os.stat(file.name), found := os.fstat(file.fileno())) and not found.st_size:
             os.unlink(file.name)
+            for folder in file.made:
+                folder.rmdir()
 
 
 @contextmanager
@@ -436,6 +452,9 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
+            for inside in folder.iterdir() if made else ():
+                with contextlib.suppress(OSError):  # a file, a link, or a folder that holds something
+                    inside.rmdir()
             if made and {*os.listdir(folder)} <= {".lock", READERS}:
                 with contextlib.suppress(OSError):  # of a file that has come since
                     for name in (".lock", READERS):

@@ -249,6 +249,8 @@ def fill(folder, files, lacks):
             tell("the Python of .venv, {}, is not here: it is .venv.gone now, to be removed".format(gone))
         run_quietly([new_python(), "-m", "venv", "--clear", folder], "making .venv")
         there = missing_there(python, files)
+    elif not os.access(folder, os.W_OK):
+        fail("{} lacks {}, and you may not write {}: its owner can, or work in a copy".format(python, ", ".join(there), folder))
     if there and there[0].startswith("Python "):
         fail("{} is older than {}: remove {}".format(python, there[0].replace(" or later", ""), folder))
     tell("installing into .venv, which takes minutes the first time: " + ", ".join(there or ["packages"]))

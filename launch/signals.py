@@ -1,9 +1,11 @@
 """Signals, and a launcher that is gone: heard at any time, obeyed by all ranks at the end of a step."""
 
+import contextlib
 import functools
 import os
 import select
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ LAUNCHER = "BANKRUN_LAUNCHER"  # in the environment of start.py's ranks: it tell
 STOP_TIMEOUT = 25.0  # seconds for all ranks to end a step after a signal, less than a launcher's 30
 STEPS_TO_STOP = 4  # or as many times what a step takes, if that is longer
 PAUSE_TO_STOP = 300.0  # seconds for a pause's part between two looks, as a batch of a validation: no step's time tells its own
+IN_TRAINING = "BANKRUN_IN_TRAINING"  # there too: the pipe into which a rank says + as it begins to train, - as it is through
 BUSY = signal.SIGURG  # from a rank to start.py, which then waits on; what does not know it takes no notice
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: a service manager's to all, and a launcher's copy
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,6 +43,7 @@ class Signals:
         self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
         launched = self.launched or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = parent if launched else None  # the id of the process without which this one ends
+        self.pipe = int(os.environ.get(IN_TRAINING, -1)) if self.launched else -1
 
     def __enter__(self) -> Self:
         guard_console()  # before the pipe takes the numbers
@@ -54,7 +58,13 @@ class Signals:
         entered.append(self)
         self.thread = threading.Thread(target=self._listen, daemon=True, name="signals")
         self.thread.start()
+        self._say(b"+")
         return self
+
+    def _say(self, mark: bytes) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            if self.pipe >= 0 and stat.S_ISFIFO(os.fstat(self.pipe).st_mode):
+                os.write(self.pipe, mark)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         # Told while SIGTERM, which a launcher now sends, is heard. gloo has no type of its own for a peer that has gone.
@@ -79,6 +89,7 @@ class Signals:
         self.thread.join()
         os.close(self.speak)
         os.close(self.heard)
+        self._say(b"-")
 
     def _listen(self) -> None:
         poll = select.poll()

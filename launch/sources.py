@@ -47,6 +47,8 @@ class Sources:
             except OSError:  # what cannot be read cannot be imported
                 if path == self.path:
                     raise
+        if self.path not in self.contents:
+            raise FileNotFoundError(f"{script} is no file, and a log would lack it: save the script as one, and start that")
         caller = sys._getframe(1).f_code  # of the script, unless a test or a tool asks
         self.edited = caller.co_name == "<module>" and not is_code_of(self.contents[self.path], caller)
         self.stems = {*map(stem, (*self.contents, *self.path.parent.glob("*.py")))}
@@ -55,10 +57,11 @@ class Sources:
         self.named: dict[Path, set[Path]] = {}  # by path, see _named_in
         self.broken: set[Path] = set()  # what Python cannot parse
         self.opened: set[str] = set()  # names of files that this process has opened to read, whichever they are
+        self.relative: tuple[int, str] = 0, ""  # this process, once its run has begun, and the run's relative paths
         running = getattr(sys.modules.get("__main__"), "__file__", None)
         if running and self.path in places(running):  # no test, tool or notebook
             sys.meta_path.insert(0, self)
-            sys.addaudithook(self._note_opened)
+            sys.addaudithook(self._heed)
 
     def imported(self) -> dict[str, str]:
         """{path in the project: text, line breaks as they are} of the script, then of all that is or will be imported.
@@ -110,10 +113,14 @@ class Sources:
             raise ValueError(f"{foreign}, which no log would hold: move it beside the script, or install it as a package, without -e")
         return texts
 
-    def _note_opened(self, event: str, given: tuple) -> None:
+    def _heed(self, event: str, given: tuple) -> None:
+        """Note what is opened to read; raise RuntimeError where a run would go on with another current folder."""
         if event == "open" and len(given) == 3 and isinstance(given[0], str):
             if not (given[2] or 0) & (os.O_WRONLY | os.O_RDWR):
                 self.opened.add(given[0])
+        elif event == "os.chdir" and self.relative[0] == os.getpid() and sys.modules["launch.signals"].entered:
+            fault = f"the current folder cannot change during a run whose paths begin in it, {self.relative[1]}"
+            raise RuntimeError(f"{fault}: name files by absolute paths, or give these so")
 
     def read(self, settings: Any) -> dict[str, str]:
         """The CRC-32 of each file that the run has read by now, as its script's configuration, by its name: of those beside or
@@ -139,6 +146,9 @@ class Sources:
         """The log's environment, a line each: machine, what the sources of these texts read, more, script and settings."""
         from launch.machine import machine_facts, settings_text  # not above: the tools in records/ need no PyTorch
 
+        paths = {name: getattr(settings, name, "") for name in ("data", "log_dir")}
+        relative = ", ".join(f"--{name}={path}" for name, path in paths.items() if path and not os.path.isabs(path))
+        self.relative = (os.getpid(), relative) if relative else (0, "")
         machine = machine_facts(ranks.device, ranks.world_size, texts, self.read(settings))
         return [*machine, *more, f"{self.script} {settings_text(settings)}"]
 

@@ -101,12 +101,15 @@ def main(argv: list[str] | None = None) -> None:
         check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
         importing.append(name)
+        here = os.getcwd()
         try:
             script = load(path)
         finally:
             importing.clear()
+        moves = os.getcwd() != here  # as it is imported, in each rank too
+        os.chdir(here)
         check_main(script, path)
-        ranks, options = check(script, options, asked)
+        ranks, options = check(script, options, asked, moves)
         code = Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name).wait()
     except LaunchError as error:
         message, code = error.args
@@ -373,10 +376,11 @@ def process_age() -> float:
         return 0.0
 
 
-def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[int, list[str]]:
+def check(script: ModuleType, options: list[str], asked: int | None, moves: bool = False) -> tuple[int, list[str]]:
     """The number of ranks, and their options, once one process finds nothing wrong. Makes or fetches a preset's own data, for
     minutes: a new run's after all else, a resumed run's once its checkpoint is found.
 
+    moves: the script changes the current folder as it is imported.
     A script without settings, or older than check_start, as the demo's first record, is started unchecked.
     Raises SystemExit for options that are none; LaunchError, ValueError, OSError; CalledProcessError if there are no data.
     """
@@ -390,7 +394,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
         paths = {"data": "data/fineweb10B" if gpus else TEXT, "log_dir": "logs"}
         if not is_given("data", options):
             make_data(MAKERS[paths["data"]])
-        has = getattr(getattr(script, "Hyperparameters", None), "__dataclass_fields__", {}) if Path.cwd() != ROOT else {}
+        has = getattr(getattr(script, "Hyperparameters", None), "__dataclass_fields__", {}) if moves or Path.cwd() != ROOT else {}
         meant = [name for name in paths if name in has and not is_given(name, options)]
         return asked or usual_ranks(gpus, 8), options + [f"--{name}={ROOT / paths[name]}" for name in meant]
     check_plain(script.Hyperparameters, script.PRESETS)
@@ -419,7 +423,7 @@ def check(script: ModuleType, options: list[str], asked: int | None) -> tuple[in
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)  # here: DETAIL knows no group of one process
     own = None if is_given("data", options) else s.data
     kept = bool(s.resume) and own == TEXT and has_shards(ROOT / own)  # it goes on with those that it began with
-    options = options + project_paths(s, options)
+    options = options + project_paths(s, options, moves)
     begun = time.monotonic()
 
     def check_shards(settings: Any) -> Any:
@@ -574,15 +578,16 @@ def make_data(tool: str) -> float:
     return time.monotonic() - begun
 
 
-def project_paths(s: Any, options: list[str]) -> list[str]:
+def project_paths(s: Any, options: list[str], moves: bool = False) -> list[str]:
     """Options for the paths that are not given: the project's, wherever the user stands; for those with a ~, which no shell
-    expands in --name=~/folder: the home folder's. Changes s alike."""
+    expands in --name=~/folder: the home folder's. moves: ranks will stand elsewhere, so all are absolute. Changes s alike."""
     more = []
     for field in dataclasses.fields(s):
         value = getattr(s, field.name)
         if field.metadata.get("path") and value:
-            project = f"{ROOT / value}" if Path.cwd() != ROOT else value
+            project = f"{ROOT / value}" if moves or Path.cwd() != ROOT else value
             meant = os.path.expanduser(value) if is_given(field.name, options) else project
+            meant = os.path.abspath(meant) if moves and meant != "latest" else meant
             if meant != value:
                 setattr(s, field.name, meant)
                 more.append(f"--{field.name}={meant}")
@@ -729,16 +734,20 @@ class Ranks:
         self.swept: set[int] = set()  # sessions of ranks that were killed, whose other processes have been too
         self.store, port = loopback_store()
         self.processes: list[subprocess.Popen] = []
+        marks, pipe = os.pipe()  # launch/signals.py's IN_TRAINING
+        os.set_blocking(marks, False)
+        self.marks = open(marks, "rb", buffering=0)  # noqa: SIM115
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it until they handle signals:
         try:  # while they import, a Ctrl-C would be a traceback from each
             for rank in range(count):  # in a session of its own: Ctrl-C reaches this process alone, and from here each rank
-                environment = {**os.environ, **rank_environment(rank, count, port)}
-                self.processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+                environment = {**os.environ, **rank_environment(rank, count, port), "BANKRUN_IN_TRAINING": f"{pipe}"}
+                self.processes.append(subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=[pipe]))
         except OSError:
             self._send(signal.SIGKILL)
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(pipe)
 
     def _receive(self, number: int, _: Any) -> None:
         soon, hang_up = time.monotonic() < self.heard + ONE_SIGNAL, signal.SIGHUP
@@ -787,7 +796,7 @@ class Ranks:
                 self._send(signal.SIGKILL)
             time.sleep(pause)
         failed = self._failed() if failed is None else failed
-        return 0 if failed is None else self._code(*failed)
+        return self._good_code() if failed is None else self._code(*failed)
 
     def _running(self) -> bool:
         """Is any? What one that was killed has started, as workers of an idea, which could not end it itself, is killed too."""
@@ -808,6 +817,14 @@ class Ranks:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if number == signal.SIGINT and blocks_sigint(process.pid) else number)
+
+    def _good_code(self) -> int:
+        """0, unless a rank has left in the midst of its training."""
+        marks = self.marks.read(1 << 16) or b""
+        if marks.count(b"+") > marks.count(b"-"):
+            tell(self.name, "error: a rank has ended with code 0, as by os._exit(0), before its training has: its log is cut off")
+            return 1
+        return 0
 
     def _code(self, rank: int, code: int) -> int:
         if self.received:

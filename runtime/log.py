@@ -54,7 +54,7 @@ class Log:
             try:
                 self._write_all()
             except OSError as error:
-                raise OSError(f"{error.filename or path}: {error.strerror or error}") from error
+                raise OSError(f"{error.filename or path}: {error.strerror or error}: see to it, or give another --log_dir") from error
 
     def write(self, text: str, console: bool = False) -> None:  # a line of the log
         if self.quiet:

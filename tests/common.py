@@ -19,7 +19,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -250,6 +250,7 @@ class Forked:
         stdout: Any = None,
         stderr: Any = None,
         start_new_session: bool = False,
+        pass_fds: Sequence[int] = (),
     ):
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -257,7 +258,7 @@ class Forked:
             try:
                 if start_new_session:
                     os.setsid()
-                become_new(stdout, stderr, env)
+                become_new(stdout, stderr, env, pass_fds)
                 work_and_end(args if callable(args) else lambda: run_python([*args[1:]]), 1)
             finally:
                 os._exit(99)
@@ -283,7 +284,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def become_new(stdout: Any, stderr: Any, env: dict[str, str] | None) -> None:
+def become_new(stdout: Any, stderr: Any, env: dict[str, str] | None, kept: Sequence[int] = ()) -> None:
     """What the kernel and Python do at the start of a program, in a child of this process. Files as subprocess takes them."""
     for number, given in ((1, stdout), (2, stderr)):
         if given is not None:
@@ -292,7 +293,7 @@ def become_new(stdout: Any, stderr: Any, env: dict[str, str] | None) -> None:
     gc.freeze()  # collected here, the garbage of earlier tests would close its files' numbers again, which name other files by then
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/dev/fd")):  # closed, but no other file gets its number: a logger may hold it, which writes
-        if number > 2 and number != null:
+        if number > 2 and number not in (null, *kept):
             os.dup2(null, number, inheritable=False)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, errors="backslashreplace", closefd=False) for number in (1, 2))
     signal.set_wakeup_fd(-1)

@@ -36,7 +36,7 @@ def test_every_change_has_tests_and_its_file_a_name_here():
     for path, _, name in {path_of(tests).partition("::") for mutant in MUTANTS for tests in mutant.tests.split()}:
         assert f"def {name}" in (ROOT / path).read_text(), name
     of_folders = {mutant.file.rpartition("/")[0] for mutant in MUTANTS}
-    assert of_folders == {"", "data", "launch", "records", "runtime"}
+    assert of_folders == {"", "bench", "data", "launch", "records", "runtime"}
 
 
 def test_the_page_lists_every_change_as_noticed_or_harmless():

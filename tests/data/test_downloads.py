@@ -4,6 +4,7 @@ The hub here serves the few routes that huggingface_hub asks for, counts what it
 programs run as a user runs them, with HF_ENDPOINT pointing here and every other way out of the machine closed.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -605,6 +606,44 @@ def test_a_note_of_hashes_that_makes_no_sense_is_made_again(
         assert shards_in(client.folder) == first(shards, 1)
     noted = json.loads((client.folder / "fetched.json").read_bytes())["fineweb_val_000000.bin"]
     assert noted[0] == hashlib.sha256(shards["fineweb_val_000000.bin"]).hexdigest()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_shards_that_were_brought_serve_where_no_note_can_be_kept(
+    hub: Hub, shards: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, number: int
+) -> None:
+    """As of another user, or copied without their times; on a full disk the note is missed."""
+
+    def refuse(path: Path, *_: object) -> None:
+        raise OSError(number, os.strerror(number), f"{path}")
+
+    client = Client(hub, tmp_path / "out", monkeypatch)
+    for name, content in first(shards, 2).items():
+        (client.folder / name).write_bytes(content)
+    monkeypatch.setattr(cached_fineweb10B, "write_json", refuse)
+    monkeypatch.setattr(sys, "argv", ["cached_fineweb10B.py", "1", "--output", str(client.folder)])
+    if number == errno.ENOSPC:
+        with pytest.raises(SystemExit, match=f"{os.strerror(number)}: '{client.folder}/fetched.json'"):
+            cached_fineweb10B.main()
+        return
+    cached_fineweb10B.main()
+    said = capsys.readouterr()
+    assert "2 shards, 2,010 tokens, all whole" in said.out and hub.gets() == []
+    note = f"{client.folder}/fetched.json: {os.strerror(number)}: the shards serve, and are compared with the hub again at the next start"
+    assert said.err.splitlines() == [note]
+
+
+def test_without_a_hub_whole_shards_are_told_to_serve(tmp_path: Path, hub: Hub, shards: dict[str, bytes], monkeypatch) -> None:
+    """As on a node without internet, to which they were brought."""
+    client = Client(hub, tmp_path / "out", monkeypatch)
+    (path := client.folder / "fineweb_val_000000.bin").write_bytes(shards[path.name])
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{filename}")
+    way_out = f"{path} is whole, and has not been compared: to train on it all the same, give --data={client.folder}$"
+    with pytest.raises(DataError, match=f"could not fetch the hash of .*: {way_out}"):
+        client.shard(path.name)
+    with pytest.raises(DataError, match="could not fetch") as error:
+        client.shard("fineweb_train_000001.bin")
+    assert "--data" not in f"{error.value}"
 
 
 def test_what_stands_in_a_shards_place_and_is_no_file_is_left_alone(hub: Hub, shards: dict[str, bytes], client: Client) -> None:

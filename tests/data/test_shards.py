@@ -206,6 +206,11 @@ def test_a_device_or_a_fifo_is_not_replaced(tmp_path: Path, linked: bool) -> Non
     assert (tmp_path / "folder").is_dir() and stat.S_ISFIFO(os.stat(tmp_path / "fifo").st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
+def test_a_folder_that_is_not_there_is_told_by_the_name_that_was_given(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"'{tmp_path}/none/f'$"), whole_file(tmp_path / "none" / "f"):
+        pass
+
+
 def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path: Path, disk: Disk) -> None:
     disk.fail_at, disk.error = 2, OSError(errno.EINVAL, "Invalid argument")
     with whole_file(tmp_path / "f") as file:
@@ -338,8 +343,14 @@ def test_a_folder_that_a_failure_leaves_as_it_was_made_goes_and_one_that_waits_m
         if folder.name == "mine":
             folder.mkdir()
         with pytest.raises(DataError, match="none"), locked(folder):
+            (folder / "arriving").mkdir()
             raise DataError("none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]  # what was there stays
+    with pytest.raises(DataError, match="none"), locked(tmp_path / "held"):
+        (tmp_path / "held" / "arriving").mkdir()
+        (tmp_path / "held" / "arriving" / "half").touch()
+        raise DataError("none")
+    assert (tmp_path / "held" / "arriving" / "half").exists()  # the same command goes on from it
 
 
 def test_a_number_option_takes_its_range_only() -> None:

@@ -1,19 +1,23 @@
-"""Which packages launch/environment.py asks for, those of lines whose markers are true of this machine; how it ends."""
+"""The interpreter that launch/environment.py finds or makes, and the packages that it asks for: those of lines whose markers are
+true of this machine; how it ends."""
 
 import fcntl
+import itertools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from common import ROOT, copy_project
+from common import HAS_TRITON, ROOT, copy_project, exit_code, forked, text_of, wait_until
 from launch import environment
 
 LINUX = {"platform_system": "Linux", "platform_machine": "x86_64", "sys_platform": "linux"}
@@ -280,3 +284,227 @@ def test_every_tool_is_among_them():
                 if 'if __name__ == "__main__":' in path.read_text()}  # fmt: skip
     others = {"records/extract.py", "bench/order_validation.py"}  # one needs no packages, one is order.py's ranks
     assert programs | {"sample.py"} == {*TOOLS} | others
+
+
+def package(folder: Path, name: str, version: str, source: str | None = "") -> None:
+    """Installed, as pip leaves it; source None: half of it."""
+    (folder / f"{name}-{version}.dist-info").mkdir()
+    (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (folder / name).mkdir()
+    if source is not None:
+        (folder / name / "__init__.py").write_text(source)
+
+
+VERSIONS = {"1.0": ["thing_x from 2.0"], "1.26.4": ["thing_x from 2.0"], "2.0": [], "2.13.0+cpu": [], "10.1": []}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_package_serves_from_its_oldest_version_on(tmp_path, monkeypatch, version):
+    monkeypatch.syspath_prepend(tmp_path)
+    package(tmp_path, "thing_x", version)
+    (tmp_path / "requirements.txt").write_text("# needed\nthing_x==2.4.6  # from 2.0\n\n")
+    assert environment.missing([f"{tmp_path / 'requirements.txt'}"]) == VERSIONS[version]
+
+
+def test_a_package_that_is_half_there_is_missing(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("thing_a", "thing_b", "thing_c"):
+        package(tmp_path, name, "3.0", None if name == "thing_b" else "")
+    shutil.rmtree(tmp_path / "thing_a")
+    lines = "".join(f"thing_{x}==3.0  # from 2.0\n" for x in "abcd")
+    (tmp_path / "requirements.txt").write_text(lines)
+    half = ", which is half installed"
+    assert environment.missing([f"{tmp_path / 'requirements.txt'}"]) == [f"thing_a{half}", f"thing_b{half}", "thing_d"]
+
+
+def test_this_environment_serves_and_the_files_say_from_which_versions_on():
+    files = [ROOT / name for name in ("requirements.txt", "records/requirements.txt", "tests/requirements.txt")]
+    lines = [line for path in files for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+(; [^#]+)?  # from [\d.]+(, module \w+)?(: .*)?", line) for line in lines), lines
+    (asked,) = [environment.LINE.match(line)[2] for line in lines if line.startswith("triton==")]
+    lacks = [] if HAS_TRITON or not environment.applies(asked) else ["triton"]
+    assert environment.missing([*map(str, files)]) == lacks == environment.missing_there(sys.executable, [*map(str, files)])
+
+
+def test_another_interpreter_is_asked_what_it_lacks(tmp_path):
+    (tmp_path / "requirements.txt").write_text("no_such_package==1.0  # from 1.0\n")
+    assert environment.missing_there(sys.executable, [f"{tmp_path / 'requirements.txt'}"]) == ["no_such_package"]
+    assert environment.missing_there("/nowhere/python", []) is None is environment.missing_there("/bin/false", [])
+
+
+def test_a_python_that_is_too_old_never_serves(tmp_path, monkeypatch, capsys):
+    """Whatever packages it has."""
+    monkeypatch.setattr(environment, "OLDEST", (3, 99))
+    assert environment.missing([f"{ROOT / 'requirements.txt'}"]) == ["Python 3.99 or later"]
+    with pytest.raises(SystemExit) as exit_:
+        environment.ensure([f"{ROOT / 'requirements.txt'}"], f"{tmp_path}")
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert re.search(rf"run.sh: error: .+ is Python {here}: 3.99 or later is needed", exit_.value.code)
+
+
+def test_so_it_is_where_python_lacks_what_we_import():
+    """3.6 and 3.7 have no importlib.metadata: a traceback."""
+    code = "import runpy, sys; sys.modules['importlib.metadata'] = None; sys.version_info = (3, 7, 1); sys.argv[1:] = ['--missing']\n"
+    code += f"runpy.run_path({f'{ROOT}/launch/environment.py'!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("Python 3.11 or later\n", "")
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """ensure() on a requirement that only .venv will have, and the commands that it runs instead of venv and pip."""
+    (tmp_path / "requirements.txt").write_text("no_such_package==1.0  # from 1.0\n")
+    commands: list = []
+
+    def run_quietly(command, purpose):
+        commands.append(command[1:4])
+        if "venv" in command:
+            python = Path(command[-1], "bin", "python")
+            python.unlink(missing_ok=True)
+            python.parent.mkdir(parents=True, exist_ok=True)
+            python.symlink_to(sys.executable)
+
+    answers = itertools.chain([["no_such_package"]], itertools.repeat([]))  # of the .venv that is made, and once it is filled
+    real = environment.missing_there
+    exists = lambda python, files: next(answers) if real(python, files) is not None else None
+    monkeypatch.setattr(environment, "run_quietly", run_quietly)
+    monkeypatch.setattr(environment, "missing_there", exists)
+    return lambda: environment.ensure([f"{tmp_path / 'requirements.txt'}"], f"{tmp_path}"), commands, tmp_path / ".venv"
+
+
+@pytest.mark.parametrize("before", ["nothing", "its python is gone", "half made"])
+def test_an_environment_without_its_python_is_made_again(made, before, capsys):
+    """And kept aside, once: its Python may be there outside of a container, where a run trains from it."""
+    ensure, commands, venv = made
+    if before != "nothing":
+        (venv / "bin").mkdir(parents=True)
+        (venv / "pyvenv.cfg").touch()
+    if before == "its python is gone":
+        (venv / "bin" / "python").symlink_to("/nowhere/python3")
+        (aside := venv.with_name(".venv.gone")).mkdir()
+        with pytest.raises(SystemExit, match=f"{venv} has lost its Python, as {aside} before: remove that one"):
+            ensure()
+        aside.rmdir()
+        capsys.readouterr()
+    assert ensure() == f"{venv / 'bin' / 'python'}"
+    assert commands == [["-m", "venv", "--clear"], ["-m", "pip", "install"]]
+    printed = capsys.readouterr()
+    told = [line.partition(": ")[2] for line in printed.err.splitlines()]
+    assert printed.out == "" and told[0] == f"{sys.executable} lacks no_such_package: making .venv"
+    if before == "its python is gone":
+        assert told.pop(1) == "the Python of .venv, /nowhere/python3, is not here: it is .venv.gone now, to be removed"
+        assert (aside / "pyvenv.cfg").exists()
+    assert told[1] == "installing into .venv, which takes minutes the first time: no_such_package"
+    assert re.fullmatch(r".venv is ready \(\d+ s\)", told[2])
+
+
+@pytest.mark.parametrize("kind", ["a link to a folder", "a folder of files", "a file", "a link to an environment"])
+def test_what_is_no_environment_is_not_emptied(made, tmp_path, kind):
+    ensure, commands, venv = made
+    place = tmp_path / "elsewhere" if "link" in kind else venv
+    if kind != "a file":
+        (place / "work").mkdir(parents=True)
+        place = place / "work" / "thesis.txt"
+    place.write_text("mine")
+    if "link" in kind:
+        venv.symlink_to(tmp_path / "elsewhere")
+    if kind == "a link to an environment":
+        (venv / "pyvenv.cfg").touch()
+    with pytest.raises(SystemExit, match=f"lacks no_such_package, and {venv} is no environment of Python: move it away"):
+        ensure()
+    assert place.read_text() == "mine" and commands == []
+
+
+def test_an_environment_whose_python_fails_is_not_emptied(made):
+    """As of another processor, by a PYTHONHOME, or killed by the system: it runs elsewhere, or later."""
+    ensure, commands, venv = made
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").touch()
+    (venv / "bin" / "python").symlink_to("/etc/hostname")
+    with pytest.raises(SystemExit, match=f"{venv} does not run here: start where its Python runs, or remove it"):
+        ensure()
+    assert commands == [] and (venv / "pyvenv.cfg").exists()
+
+
+def test_the_environment_of_another_user_is_not_emptied(made, monkeypatch):
+    """Its Python lies in that user's home, which others may not enter; a run of his goes on."""
+    ensure, commands, venv = made
+    venv.mkdir()
+    (venv / "pyvenv.cfg").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: venv.stat().st_uid + 1)
+    with pytest.raises(SystemExit, match=f"{venv} is another user's, whose Python does not run for you: work in a copy of the"):
+        ensure()
+    assert commands == [] and (venv / "pyvenv.cfg").exists()
+
+
+def test_an_environment_that_may_not_be_filled_is_named(made, monkeypatch):
+    """Another user's, made by run.sh alone: ./test.sh ended in pip's "Permission denied", of some file in it."""
+    ensure, commands, venv = made
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").touch()
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(os, "access", lambda path, how: False)
+    with pytest.raises(SystemExit, match=f"{venv}/bin/python lacks no_such_package, and you may not write {venv}: its owner can, or"):
+        ensure()
+    assert commands == []
+
+
+def test_two_first_starts_make_one_environment(made, monkeypatch):
+    """The second begins while the first makes it, and waits."""
+    (ensure, commands, venv), make, waiting, found = made, environment.run_quietly, threading.Event(), []
+    monkeypatch.setattr(environment, "run_quietly", lambda *given: (waiting.wait(60), make(*given)))
+    monkeypatch.setattr(environment, "tell", lambda message: "waiting" in message and waiting.set())
+    starts = [threading.Thread(target=lambda: found.append(ensure())) for _ in range(2)]
+    for thread in starts:
+        thread.start()
+    for thread in starts:
+        thread.join(100)
+    assert found == [f"{venv / 'bin' / 'python'}"] * 2 and waiting.is_set()
+    assert commands == [["-m", "venv", "--clear"], ["-m", "pip", "install"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_run_sh_ends_what_makes_the_environment(tmp_path, number):
+    project, here = tmp_path / "project", tmp_path / "here"
+    (project / "launch").mkdir(parents=True)
+    (project / ".venv" / "bin").mkdir(parents=True)
+    for name in ("run.sh", "launch/environment.py"):
+        shutil.copy(ROOT / name, project / name)
+    (project / "requirements.txt").write_text("no_such_package==1.0  # from 1.0\n")
+    python = project / ".venv" / "bin" / "python"
+    python.write_text(f"#!/bin/sh\nhere={shlex.quote(f'{here}')}\necho $$ > \"$here.tmp\"; mv \"$here.tmp\" \"$here\"; exec sleep 600\n")
+    python.chmod(0o755)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
+    started = subprocess.Popen(["bash", project / "run.sh"], env={**os.environ, "PATH": path}, preexec_fn=heard)
+    wait_until(here.exists)
+    started.send_signal(number)
+    assert started.wait(60) == 128 + number
+    wait_until(lambda: not Path("/proc", here.read_text().strip()).exists())
+
+
+def test_a_signal_while_a_command_starts_ends_it_too(tmp_path, monkeypatch):
+    """The command runs already, but who started it has not come back from that."""
+    start, started = subprocess.Popen.__init__, tmp_path / "started"
+
+    def slow_start(process, *args, **options) -> None:
+        start(process, *args, **options)
+        started.write_text(f"{process.pid}")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    def work() -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        monkeypatch.setattr(subprocess.Popen, "__init__", slow_start)
+        environment.run(["sleep", "600"])
+
+    assert exit_code(forked(work, tmp_path / "output")) == 143, text_of(tmp_path / "output")
+    wait_until(lambda: not Path("/proc", started.read_text()).exists())
+
+
+def test_pip_is_heard_only_if_it_fails(capfd):
+    environment.run_quietly([sys.executable, "-c", "print('WARNING: running as root')"], "installing")
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(SystemExit) as exit_:
+        environment.run_quietly([sys.executable, "-c", "print('no such package'); raise SystemExit(3)"], "installing")
+    assert exit_.value.code == "run.sh: error: installing failed, code 3:\nno such package"

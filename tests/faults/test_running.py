@@ -36,7 +36,7 @@ from common import (
 )  # fmt: skip
 from data import loader
 from data.loader import FetchedAhead
-from data.shards import READERS, DataError, hold_shards, lock_run, read_shard, without_readers, write_shard
+from data.shards import READERS, DataError, hold_shards, lock_run, open_lock, read_shard, without_readers, write_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Log
 from launch.console import AgreedError, console
@@ -473,6 +473,14 @@ def test_a_lock_whose_holder_has_just_ended_is_made_again(tmp_path, monkeypatch)
         assert os.path.samestat(os.stat(path), os.fstat(file.fileno()))
 
 
+def test_a_folder_that_is_deleted_before_its_lock_is_made_is_made_again(tmp_path, monkeypatch):
+    """By another run that ended without a log, in a folder that was made for it."""
+    path, real = tmp_path / "logs" / "a.lock", open_lock
+    monkeypatch.setattr("data.shards.open_lock", lambda place: (monkeypatch.undo(), place.parent.rmdir()) and real(place))
+    with lock_run(path, print) as file:
+        assert os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+
+
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("target"), os.mkfifo, os.mkdir], ids=["link", "FIFO", "folder"])
 def test_a_lock_that_is_something_else_is_neither_followed_nor_waited_for(shards, tmp_path, capsys, make, no_warm_up):
     (tmp_path / "logs").mkdir()
@@ -881,15 +889,21 @@ def test_a_lost_log_on_a_full_disk_comes_back_with_the_room(tmp_path, monkeypatc
     assert capsys.readouterr().out.count("No space left on device: the run goes on") == 1
 
 
-def test_a_log_without_room_at_the_start_is_named_and_leaves_nothing(shards, tmp_path):
+@pytest.mark.parametrize("there", [True, False], ids=["in a folder", "in a folder made for it"])
+def test_a_log_without_room_at_the_start_is_named_and_leaves_nothing(shards, tmp_path, there):
+    logs = tmp_path / "logs"
+    if there:
+        logs.mkdir()
+
     def work() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
         main(options(shards, tmp_path))
 
     assert exit_code(forked(work, tmp_path / "output")) == 1
-    assert re.search(rf"error: {tmp_path}/logs/run.txt: File too large\n", text_of(tmp_path / "output"))
-    assert os.listdir(tmp_path / "logs") == []
+    said = f"error: {logs}/run.txt: File too large: see to it, or give another --log_dir\n"
+    assert said in text_of(tmp_path / "output")
+    assert logs.exists() == there and not (there and os.listdir(logs))
 
 
 def test_a_resumption_that_makes_no_step_leaves_the_log_as_it_was(tmp_path):

@@ -430,6 +430,13 @@ def test_code_that_no_log_would_hold_trains_nothing(tmp_path, how):
     assert done.returncode == 1 and f"ValueError: {name} runs the main() of {ROOT}/train_gpt.py, whose log would not hold" in done.stderr
 
 
+def test_so_does_a_script_from_a_pipe():
+    text = "from launch.sources import Sources\nSources(__file__)\n"
+    done = subprocess.run([sys.executable, "-"], input=f"__file__ = '<stdin>'\n{text}", cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("FileNotFoundError: <stdin> is no file, and a log would lack it: "
+                                                         "save the script as one, and start that\n")  # fmt: skip
+
+
 def test_so_it_is_by_a_rank_that_torchrun_starts(shards, tmp_path, monkeypatch, capsys):
     (tmp_path / "idea.py").write_bytes(b"# \xe9\n")
     monkeypatch.setattr(train_gpt, "SOURCES", Sources(tmp_path / "idea.py"))
@@ -618,6 +625,42 @@ def test_the_files_that_a_script_reads_are_told_by_their_checksums(tmp_path, mon
     (line,) = [fact for fact in json.loads(facts) if fact.startswith("read by")]
     assert line == f"read by its sources: LR='2', {', '.join(f'{name}={text!r}' for name, text in told.items())}"
     assert json.loads(facts)[-2] == "more" and ast.literal_eval(later) == {name: told[name] for name in told if name != "gone"}
+
+
+MOVES = """
+import dataclasses, os, sys, torch, types
+sys.path.insert(0, {root!r})
+from launch.signals import Signals
+from launch.sources import Sources
+sources, one = Sources(__file__), types.SimpleNamespace(device=torch.device("cpu"), world_size=1)
+settings = dataclasses.make_dataclass("Settings", ["data", "log_dir", "resume"])("shards", {log_dir!r}, "")
+os.chdir("/")
+with Signals():
+    os.chdir("/tmp")
+    settings.data = {data!r}
+    sources.facts({{}}, one, settings, [])
+    if os.fork() == 0:  # a worker's own folder is nobody else's
+        os.chdir("/")
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.wait()[1]):
+        os._exit(9)
+    try:
+        os.chdir("/")
+    except RuntimeError as error:
+        print(error)
+os.chdir("/")
+print(os.getcwd())
+"""
+
+
+@pytest.mark.parametrize("data, log_dir", [("/s", "/l"), ("shards", "logs"), ("/s", "logs")])
+def test_a_run_with_relative_paths_stays_in_its_folder(tmp_path, data, log_dir):
+    """What an idea made by os.chdir was a second log, checkpoints elsewhere, and shards that were not there."""
+    (tmp_path / "idea.py").write_text(MOVES.format(root=f"{ROOT}", data=data, log_dir=log_dir))
+    done = run_fresh([sys.executable, tmp_path / "idea.py"], timeout=60)
+    named = ", ".join(f"--{name}={path}" for name, path in (("data", data), ("log_dir", log_dir)) if path[0] != "/")
+    said = f"the current folder cannot change during a run whose paths begin in it, {named}: name files by absolute paths, or give "
+    assert done.returncode == 0 and done.stdout == (f"{said}these so\n" if named else "") + "/\n", done
 
 
 def test_a_log_is_never_written_over(shards, tmp_path, capsys, no_warm_up):
