@@ -115,14 +115,15 @@ def completed(orders: Orders) -> Orders:
 # show
 
 
-def trace_table(step: traces.TracedStep, tasks: Mapping[str, Task]) -> str:
-    """By label, in work order: what it sent, and its times in milliseconds; sums last."""
+def trace_table(steps: Sequence[traces.TracedStep], tasks: Mapping[str, Task]) -> str:
+    """By label, in work order: what it sent, and the medians of its times over steps of one kind, in milliseconds; their sums
+    last. tasks: traces.median_tasks of the steps."""
     rows = []
-    for label in step.orders.work:
+    for label in steps[0].orders.work:
         task = tasks[label]
-        waits = [1000 * step.waits.get((label, phase), 0.0) for phase in ("reduce", "gather")]
+        waits = [median(step.waits.get((label, phase), 0.0) for step in steps) for phase in ("reduce", "gather")]
         beside = 1000 * (task.before + task.launch + task.behind)
-        times = (task.reduce, waits[0] / 1000, task.update, task.gather, waits[1] / 1000)
+        times = (task.reduce, waits[0], task.update, task.gather, waits[1])
         rows.append([label, (task.reduce_bytes + task.gather_bytes) / 1e6, *(1000 * time for time in times), beside])
     rows.append(["**sum**", *(sum(row[i] for row in rows) for i in range(1, 8))])
     return markdown(["label", "MB sent", "reduce", "exposed wait", "update", "gather", "exposed wait", "beside these"], rows)
@@ -136,8 +137,8 @@ def show(args: argparse.Namespace) -> None:
         tasks, took = traces.median_tasks(steps), sorted(one.seconds for one in steps)
         print(f"\n## {kind}: step {step.step}, the typical one of {len(steps)}\n")
         print(f"{milliseconds(step.seconds)} ms ({milliseconds(took[0])} to {milliseconds(took[-1])}) on rank {step.rank}, the "
-              f"slowest; the ranks began within {milliseconds(step.skew)} ms. In the table: medians, ms.\n")  # fmt: skip
-        print(trace_table(step, tasks))
+              f"slowest; the ranks began within {milliseconds(step.skew)} ms. In the table: medians of the {len(steps)}, ms.\n")  # fmt: skip
+        print(trace_table(steps, tasks))
         print(f"\n{explain(step.operations, step.spans, 0.01 * step.seconds)}\n")
         problem = Problem(tasks, channels=step.channels)
         modelled = problem.seconds(step.orders)

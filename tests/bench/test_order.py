@@ -218,6 +218,22 @@ def test_a_trace_is_read_back_as_the_step_that_made_it(tmp_path: Path) -> None:
     assert step.tasks["a"].reduce_bytes == 400 and step.tasks["b"].gather_bytes == 200  # half of the whole, on two ranks
 
 
+def test_the_table_holds_medians_of_every_column(tmp_path: Path) -> None:
+    """The waits were one step's."""
+    (step,) = traces.read_trace(written(tmp_path, made_rows(), made_rows()))
+    slower = lambda times: step._replace(
+        tasks={label: Task(*(times * x for x in task[:6]), *task[6:]) for label, task in step.tasks.items()},
+        waits={key: times * x for key, x in step.waits.items()},
+    )
+    steps = [slower(times) for times in (10, 1, 3)]
+    lines = order.trace_table(steps, traces.median_tasks(steps)).splitlines()
+    assert lines[-3:] == [
+        "| a | 0.00080 | 6,000.00 | 6,000.00 | 12,000.00 | 3,000.00 | 0.00 | 0.00 |",
+        "| b | 0.00040 | 9,000.00 | 0.00 | 3,000.00 | 6,000.00 | 6,000.00 | 0.00 |",
+        "| **sum** | 0.00120 | 15,000.00 | 6,000.00 | 15,000.00 | 9,000.00 | 6,000.00 | 0.00 |",
+    ]
+
+
 def test_one_rank_has_no_collectives(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
     rows = [row for row in made_rows() if "wait" not in row[2] and row[2] not in ("reduce", "gather")]
