@@ -73,7 +73,9 @@ def with_retries(ask: Callable[[], Result], what: str, arrived: Callable[[], int
             if arrived() > before:
                 attempt, before = 1, arrived()
             reason = one_line(" ".join(dict.fromkeys(f"{x}" for x in (error, error.__cause__) if x))) or type(error).__name__
-            if isinstance(error, LASTING) or attempt == ATTEMPTS:
+            denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+            if isinstance(error, LASTING) or denied or attempt == ATTEMPTS:
+                reason += ": is the token of HF_TOKEN, or of `hf auth login`, still good? Public data need none" * denied
                 tried = f"could not fetch {what} from {constants.ENDPOINT} (attempt {attempt} of {ATTEMPTS})"
                 raise DataError(f"{tried}: {reason}") from error
             wait = 2 ** (attempt - 1)

@@ -24,6 +24,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
 
@@ -222,6 +223,8 @@ def load_manifest(output: Path) -> dict | None:
     if manifest is not None and not (isinstance(shards, dict) and all(map(SHARD_NAME.fullmatch, shards))):
         raise DataError(f"{path} was not written by this program: {advice}")
     for name in sorted(os.listdir(output)):
+        if any(fnmatch(name, f"*_{split}_*.bin") for split in ("train", "val")) and not SHARD_NAME.fullmatch(name):
+            raise DataError(f"{output / name} is not this program's, and a run would train on both: choose another --output")
         if SHARD_NAME.fullmatch(name) and name not in (shards or ()):
             raise DataError(f"{output / name} is in no manifest.json of this program: {advice}")
     return manifest

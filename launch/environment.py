@@ -186,6 +186,17 @@ def ensure(files, root=ROOT):
         return fill(os.path.join(root, ".venv"), files, lacks)
 
 
+def locked_soon(fcntl, file):
+    """Raises OSError where a file system has no locks."""
+    for _ in range(40):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05)
+    return False
+
+
 @contextlib.contextmanager
 def alone(root):
     """Waits for another process that makes or fills .venv; a file system without locks keeps none away."""
@@ -198,10 +209,9 @@ def alone(root):
         return
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell("waiting for another process, which makes or fills .venv")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            if not locked_soon(fcntl, file):  # one that only looks has it for a moment
+                tell("waiting for another process, which makes or fills .venv")
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass
         HELD.append(file.fileno())

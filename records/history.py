@@ -206,22 +206,28 @@ def pages(root: Path) -> dict[Path, str]:
     return found | {record.folder / "README.md": page(record, records) for record in records.values()}
 
 
+def check_new(root: Path, name: str, metadata: dict) -> None:
+    """Raise InputError for a name that is taken or none, and for fields of record.toml that cannot be."""
+    folder = root / name
+    if folder.exists() or not PLAIN_NAME.fullmatch(name):
+        why = "exists" if folder.exists() else "must be letters, digits and . _ + -"
+        raise InputError(f"{folder}: {why}; name another")
+    if wrong := [f"--{option} must be {FIELDS[option][1]}" for option, value in metadata.items() if not FIELDS[option][0](value)]:
+        raise InputError("; ".join(wrong))
+
+
 def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | None, keep_aside: bool) -> None:
     """Make the record `name` of these logs: copies, record.toml, pictures. On error nothing is left of it.
 
     Raises InputError if one of the logs does not count, unless keep_aside, or is another record's or the baseline's too.
     """
     folder = root / name
-    if folder.exists() or not PLAIN_NAME.fullmatch(name):
-        why = "exists" if folder.exists() else "must be letters, digits and . _ + -"
-        raise InputError(f"{folder}: {why}; name another")
     group, own = gather(name, *logs), None
     if None in (metadata["track"], metadata["target"]) and (cpu := next(filter(None, map(only_cpu, group.runs)), "")):
         raise InputError(f"these runs are of a CPU ({cpu}): say --track, such as 'demo, 2 CPU cores', and its --target")
     otherwise = {"track": TRACK, "target": TARGET, "date": datetime.date.today().isoformat()}
     metadata |= {option: value for option, value in otherwise.items() if metadata[option] is None}
-    if wrong := [f"--{option} must be {what}" for option, (holds, what) in FIELDS.items() if not holds(metadata.get(option))]:
-        raise InputError("; ".join(wrong))
+    check_new(root, name, {option: metadata[option] for option in FIELDS})
     records = read_records(root)
     if baseline and Path(os.path.realpath(baseline)).parent == root.resolve() and (named := Path(baseline).name) in records:
         baseline = named  # as a shell completes it
@@ -310,9 +316,10 @@ def update(options: argparse.Namespace, root: Path) -> None:
             raise InputError(f"{root / options.picture}: no such record")
         written += draw_pictures(records[options.picture], records)
     if options.add:
-        pages(root)  # what is wrong with another record's would be found once this one is there
         metadata = {name: getattr(options, name) for name in FIELDS}
         metadata["contributors"] = [name.strip() for name in options.contributors.split(",")]
+        check_new(root, options.add, {name: value for name, value in metadata.items() if value is not None})
+        pages(root)  # what is wrong with another record's would be found once this one is there
         metadata |= {"pairs": True} if options.pairs else {}
         add(root, options.add, options.logs, metadata, options.baseline, options.keep_aside)
     stale = {path: text for path, text in pages(root).items() if not path.exists() or read(path) != text}

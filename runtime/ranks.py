@@ -1,5 +1,6 @@
 """The ranks of a run: joining, and agreeing on errors. A rank never waits for one that has left."""
 
+import gc
 import os
 import signal
 import time
@@ -86,12 +87,13 @@ def join_ranks() -> Ranks:
     missing = ", ".join(sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()))
     if launched and missing:
         raise RunError(f"{missing} missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all")
-    world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
-    local_rank = environment_number("LOCAL_RANK", 0)
+    world_size, rank, local_rank = (environment_number(*x) for x in (("WORLD_SIZE", 1, 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     local_size = environment_number("LOCAL_WORLD_SIZE", local_rank + 1, least=1)
     if not (rank < world_size and local_rank < local_size <= world_size):
         found = f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
         raise RunError(f"{found} in the environment: a rank must be below its size; start with torchrun")
+    if run := next(RUNS):
+        gc.collect()  # the model of the one before
     device, how = torch.device("cpu"), dict(backend="gloo", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     if torch.cuda.is_available():
         if local_rank >= (gpus := torch.cuda.device_count()):
@@ -104,7 +106,7 @@ def join_ranks() -> Ranks:
     if launched:
         try:
             store = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
-            dist.init_process_group(store=dist.PrefixStore(f"{next(RUNS)}", store), **how)
+            dist.init_process_group(store=dist.PrefixStore(f"{run}", store), **how)
         except (RuntimeError, ValueError) as error:
             place, why = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", str(error).splitlines()[0]
             advice = "are all of them started, once each, and is the port free?"

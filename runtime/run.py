@@ -1,6 +1,5 @@
 """Start, pauses and stop of a run: what stands around the recipe's loop and is not timed."""
 
-import atexit
 import dataclasses
 import gc
 import math
@@ -49,6 +48,7 @@ class Run:
         return self
 
     def __exit__(self, error: type | None, value: BaseException | None = None, *_: object) -> None:
+        gc.unfreeze()  # for another run of this process, and as what ends with the process has not leaked
         with suppress(IndexError):  # a signal that ends this process is here too, in another thread: one of both has the lock
             unlock_run(self.locks.pop())
         if error in (None, SystemExit) and self.signals.in_training:
@@ -99,7 +99,6 @@ class Run:
         collection takes most of a second, and all ranks wait for the slowest."""
         gc.collect()
         gc.freeze()
-        atexit.register(gc.unfreeze)  # what ends with the process has not leaked
         self.tokens, self.tokens_done = (sum(map(self.manager.batch_tokens, range(n))) for n in (self.total, self.first_step))
         self.signals.in_training, self.signals.has_peers = True, self.ranks.world_size > 1
         self.clock.start()
@@ -270,5 +269,4 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> None:
         check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s)
     folder, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(1)
     checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, len(saved_steps(s, first)))
-    if not s.resume:
-        script.check_shards(s)
+    s.resume or script.check_shards(s)

@@ -45,6 +45,8 @@ from bench.kernel_checks import normal
 from launch import start as launcher
 from sample import load_script
 
+unfreeze = gc.unfreeze  # which conftest.py takes away
+
 # A run's own process has a file; the program of pytest-xdist's workers, and of multiprocessing's below, has none.
 sys.modules["__main__"].__file__ = getattr(sys.modules["__main__"], "__file__", pytest.__file__)
 

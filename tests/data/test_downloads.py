@@ -43,7 +43,7 @@ class Hub(ThreadingHTTPServer):
     """Serves `files` (by path), and announces their SHA-256, as the hub does for large files, or what `announced` says.
 
     `breaks` says, for a path, how its next GETs go wrong: (what, after how many bytes); `fails`, for "METHOD path", how many
-    requests are answered with 500.
+    requests are answered with `status`.
     """
 
     daemon_threads = True
@@ -54,6 +54,7 @@ class Hub(ThreadingHTTPServer):
         self.breaks: dict[str, list[tuple[str, int]]] = {}
         self.announced: dict[str, str] = {}
         self.fails: dict[str, int] = {}
+        self.status = 500
         self.endless: set[str] = set()  # GETs of these paths send more and more, and no length
         self.commit: object = COMMIT
         self.next_pages: list[str] = []  # the addresses that the next pages of a list of files name
@@ -89,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer_api(path)
         if self.server.fails.get(request := f"{self.command} {path}", 0):
             self.server.fails[request] -= 1
-            return self.reply(500, b"", {})
+            return self.reply(self.server.status, b"", {})
         content = self.server.files.get(path)
         if content is None:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
@@ -606,6 +607,17 @@ def test_a_note_of_hashes_that_makes_no_sense_is_made_again(
         assert shards_in(client.folder) == first(shards, 1)
     noted = json.loads((client.folder / "fetched.json").read_bytes())["fineweb_val_000000.bin"]
     assert noted[0] == hashlib.sha256(shards["fineweb_val_000000.bin"]).hexdigest()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_that_the_hub_refuses_is_an_error_at_once_and_named(
+    hub: Hub, shards: dict[str, bytes], client: Client, status: int
+) -> None:
+    """One that has run out, of public data: it was tried five times."""
+    hub.fails[f"HEAD {CACHED}/fineweb_val_000000.bin"], hub.status = 9, status
+    with pytest.raises(DataError, match=rf"attempt 1 of 5\): .*{status}.*: is the token of HF_TOKEN, or of `hf auth login`, still good\?"):
+        client.shard("fineweb_val_000000.bin")
+    assert client.pauses == []
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])

@@ -482,7 +482,7 @@ def test_what_is_not_this_programs_is_named_and_left_as_it_is(
 def test_files_beside_the_shards_stay(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of names like ours, through making, making again, and making anew."""
     (tmp_path / "out").mkdir()
-    mine = ["local_notes.bin", "local_train_1.bin", "local_test_000000.bin", "local_train_000000.bin.old", "notes.json"]
+    mine = ["local_notes.bin", "local_1.bin", "local_test_000000.bin", "local_train_000000.bin.old", "notes.json"]
     for name in mine:
         (tmp_path / "out" / name).write_text("mine")
     for options in ((), (), ("--shard_tokens", "50_000"), ()):
@@ -490,6 +490,16 @@ def test_files_beside_the_shards_stay(tmp_path: Path, library: Path, monkeypatch
     assert all((tmp_path / "out" / name).read_text() == "mine" for name in mine)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {*mine, ".lock", ".readers", "manifest.json", "local_train_000000.bin", "local_val_000000.bin"}
+
+
+@pytest.mark.parametrize("name", ["fineweb_train_000001.bin", "local_val_1.bin"])
+def test_shards_of_others_are_not_added_to(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A run would train on both."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(SystemExit, match=f"out/{name} is not this program's, and a run would train on both: choose another --output"):
+        make(monkeypatch, library, tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == "mine"
 
 
 def interrupted() -> None:

@@ -72,6 +72,16 @@ def test_what_a_killed_start_was_installing_keeps_others_out(tmp_path):
     assert is_free() and not environment.HELD
 
 
+def test_a_lock_that_is_held_for_a_moment_is_not_told(tmp_path, monkeypatch):
+    """By another start that finds .venv whole; nobody makes or fills it then."""
+    told, held = [], open(tmp_path / ".venv.lock", "ab")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(environment, "tell", told.append)
+    monkeypatch.setattr(environment.time, "sleep", lambda _: held.close())
+    with environment.alone(f"{tmp_path}"):
+        assert told == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_no_folders_of_pips(tmp_path, number):
     work = """
