@@ -1,6 +1,7 @@
 """What this machine, its software and its environment are."""
 
 import dataclasses
+import gc
 import os
 import platform
 import random
@@ -8,6 +9,7 @@ import re
 import resource
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,15 @@ def peak_memory(device: torch.device) -> str:
         allocated, reserved = (f(device) >> 20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
         return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
     return f"peak memory resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"
+
+
+def forget_earlier_run(device: torch.device) -> None:
+    """Of this process: its model, which is garbage by now, and its peak of memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):  # not Linux, or not allowed
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def environment_number(name: str, default: int, least: int = 0) -> int:

@@ -1,6 +1,5 @@
 """The ranks of a run: joining, and agreeing on errors. A rank never waits for one that has left."""
 
-import gc
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.console import AgreedError, RunError
-from launch.machine import environment_number, usable_cores
+from launch.machine import environment_number, forget_earlier_run, usable_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
@@ -92,8 +91,6 @@ def join_ranks() -> Ranks:
     if not (rank < world_size and local_rank < local_size <= world_size):
         found = f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
         raise RunError(f"{found} in the environment: a rank must be below its size; start with torchrun")
-    if run := next(RUNS):
-        gc.collect()  # the model of the one before
     device, how = torch.device("cpu"), dict(backend="gloo", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     if torch.cuda.is_available():
         if local_rank >= (gpus := torch.cuda.device_count()):
@@ -103,6 +100,8 @@ def join_ranks() -> Ranks:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, usable_cores() // local_size))
+    if run := next(RUNS):
+        forget_earlier_run(device)
     if launched:
         try:
             store = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]

@@ -4,11 +4,13 @@ import dataclasses
 import os
 import platform
 import re
+import sys
 
+import pytest
 import torch
 
 import train_gpt
-from launch.machine import VARIABLES, machine_facts, settings_text, usable_cores
+from launch.machine import VARIABLES, forget_earlier_run, machine_facts, peak_memory, settings_text, usable_cores
 
 
 def test_variables_that_change_what_is_computed_are_told(monkeypatch):
@@ -89,3 +91,17 @@ def test_settings_are_told_whatever_their_class_says_of_itself() -> None:
     usual = train_gpt.Hyperparameters(seed=3)
     assert settings_text(usual) == repr(usual)
     assert settings_text(Settings(seed=3)) == f"Settings({repr(usual).partition('(')[2][:-1]}, warmth=0.5)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where memory can be asked for a new peak, /proc/self/clear_refs")
+def test_the_peak_of_an_earlier_run_is_not_the_next_ones():
+    """Of a sweep in one process."""
+    peak = lambda: int(re.fullmatch(r"peak memory resident: (\d+) MiB", peak_memory(torch.device("cpu")))[1])
+    forget_earlier_run(torch.device("cpu"))
+    before = peak()
+    large = torch.ones(400 << 18)  # 400 MiB of fp32
+    assert peak() > before + 300
+    del large
+    assert peak() > before + 300
+    forget_earlier_run(torch.device("cpu"))
+    assert peak() < before + 200
