@@ -309,6 +309,8 @@ CHANGES = {  # by file: what, tests, old, new
          "data/encodings::test_a_server_that_does_not_answer_is_not_waited_for_without_end", "HTTPAdapter.send = send\n", "pass\n"),
     ),
     "data/loader.py": (
+        ("shards of two makers are trained on", "data/loader::test_shards_of_two_makers_are_no_data",
+         "if others and shards & listed.keys()", "if () and shards & listed.keys()"),
         ("tokens of a shard that gives no whole step are not told", "runtime/bad_input::test_a_bad_shard_is_named",
          "            present += int(documents.ends[-1])", "            present += 0"),
         ("shards of two texts are trained on", "data/local_text::test_a_run_takes_no_shards_of_two_texts",
@@ -341,8 +343,6 @@ CHANGES = {  # by file: what, tests, old, new
          "if path in CHECKED and digest_of(tokens) != CHECKED[path]:", "if path in CHECKED and not len(tokens):"),
     ),
     "data/local_text.py": (
-        ("shards of others are trained on too", "data/local_text::test_shards_of_others_are_not_added_to",
-         'for split in ("train", "val")) and not SHARD_NAME', "for split in ()) and not SHARD_NAME"),
         ("shards of other text that cannot be replaced are replaced", "data/local_text::test_what_is_ready_serves_where_nothing_can_be_written",
          "            elif readers:\n", "            elif True:\n"),
         ("a file that is no text is read to its end", "data/local_text::test_a_large_file_that_is_no_text_is_hardly_read",
@@ -367,6 +367,8 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("a tool adds to shards of others", "data/local_text::test_shards_of_others_are_not_added_to",
+         'for split in ("train", "val")) and not own', "for split in ()) and not own"),
         ("folders of a log that was not written stay", "faults/running::test_a_log_without_room_at_the_start_is_named_and_leaves_nothing",
          "            for folder in file.made:\n", "            for folder in ():\n"),
         ("a folder that a failed download made stays",

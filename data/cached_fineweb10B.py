@@ -28,8 +28,8 @@ if __name__ == "__main__":
     go_on("requirements.txt", "numpy", "tqdm", "huggingface_hub")
 
 from data.shards import (
-    NOT_WRITABLE, DataError, ForeignFile, HelpFormatter, ShardError, check_plain, hub_fault, import_tqdm, locked, named, number_between,
-    one_line, one_line_errors, read_json, shard_name, sync_folder, verify_shard, write_json,
+    NOT_WRITABLE, DataError, ForeignFile, HelpFormatter, ShardError, check_alone, check_plain, hub_fault, import_tqdm, locked,
+    named, number_between, one_line, one_line_errors, read_json, shard_name, sync_folder, verify_shard, write_json,
 )
 from launch.console import Parser, console, user_path
 
@@ -268,6 +268,7 @@ def main() -> None:
     with one_line_errors(), locked(args.output):
         if os.path.lexists(args.output / "progress.json"):
             raise DataError(f"{args.output} holds shards of fineweb.py (progress.json): choose another --output")
+        check_alone(args.output, "fineweb")
         if (arriving := args.output / "arriving").is_symlink():  # what is fetched is renamed, and what is behind a link stays
             raise DataError(f"{arriving} is a link: remove it, or name a folder on that disk by --output")
         tokens, known, kept = 0, load_known(args.output / "fetched.json"), True

@@ -41,8 +41,8 @@ from pyarrow.parquet import ParquetFile
 from data.cached_fineweb10B import TIMEOUT, fetch, remove_fetched, tqdm, with_retries
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, locked, number_between, one_line_errors, read_json,
-    shard_name, verify_shard, write_json,
+    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, locked, number_between, one_line_errors,
+    read_json, shard_name, verify_shard, write_json,
 )
 from launch.console import Parser, console, user_path
 from huggingface_hub import constants, get_session  # after cached_fineweb10B.py has looked at its variables
@@ -112,6 +112,7 @@ def load_progress(output: Path, recipe: dict[str, str | int]) -> Progress:
     Raises DataError if what is in `output` was made in another way than by `recipe`.
     """
     path = output / "progress.json"
+    check_alone(output, "fineweb")
     saved = read_json(path)
     if saved is None:
         if any(output.glob("fineweb_*.bin")):

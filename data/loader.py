@@ -388,18 +388,23 @@ class DataFacts(NamedTuple):
 
 
 def check_encoded_so(folder: str, shards: Set[str], **given: int | str) -> None:
-    """Raise DataError if the manifest.json of data/local_text.py lists these shards, and is of other settings than those given.
-    A vocabulary may be larger."""
+    """Raise DataError if the manifest.json of data/local_text.py lists these shards, and is of other settings than those given, or
+    lists some of them alone. A vocabulary may be larger."""
     try:
         manifest = read_json(Path(folder, "manifest.json"))
     except (DataError, OSError):  # somebody else's
         return
-    if isinstance(manifest, dict) and isinstance(listed := manifest.get("shards"), dict) and shards <= listed.keys():
+    if not (isinstance(manifest, dict) and isinstance(listed := manifest.get("shards"), dict)):
+        return
+    others, made = sorted(shards - listed.keys()), {}
+    if others and shards & listed.keys() and "recipe" in manifest:
+        both = f"{others[0]} beside {min(shards & listed.keys())}, which alone is in manifest.json"
+        raise DataError(f"{folder}: {both}: a run would train on both: move what is not meant, or manifest.json, away")
+    if not others:
         made = {name: x for name in given if type(x := manifest.get(name)) is type(given[name])}
-        other = [x for x in made if (made[x] > given[x] if x == "vocab_size" else made[x] != given[x])]
+    if other := [x for x in made if (made[x] > given[x] if x == "vocab_size" else made[x] != given[x])]:
         here, there = (" ".join(f"--{x}={values[x]}" for x in other) for values in (given, made))
-        if other:
-            raise DataError(f"{folder}/manifest.json: its shards were not made for {here}: give {there}")
+        raise DataError(f"{folder}/manifest.json: its shards were not made for {here}: give {there}")
 
 
 def check_data(

@@ -24,7 +24,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
 
@@ -36,8 +35,8 @@ if __name__ == "__main__":
 
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, import_tqdm, locked, named, number_between,
-    one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
+    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, import_tqdm, locked, named,
+    number_between, one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
 from launch.console import Parser, console, user_path
 
@@ -223,8 +222,6 @@ def load_manifest(output: Path) -> dict | None:
     if manifest is not None and not (isinstance(shards, dict) and all(map(SHARD_NAME.fullmatch, shards))):
         raise DataError(f"{path} was not written by this program: {advice}")
     for name in sorted(os.listdir(output)):
-        if any(fnmatch(name, f"*_{split}_*.bin") for split in ("train", "val")) and not SHARD_NAME.fullmatch(name):
-            raise DataError(f"{output / name} is not this program's, and a run would train on both: choose another --output")
         if SHARD_NAME.fullmatch(name) and name not in (shards or ()):
             raise DataError(f"{output / name} is in no manifest.json of this program: {advice}")
     return manifest
@@ -331,6 +328,7 @@ def main() -> None:
             if readers:
                 readers.close()
             wanted = recipe(args, files)
+            check_alone(args.output, "local")
             manifest = load_manifest(args.output)
             if manifest and is_present(args.output, manifest, wanted):
                 tokens = sum(manifest["shards"].values())

@@ -17,6 +17,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import signal
 import stat
 import sys
@@ -24,6 +25,7 @@ import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -474,6 +476,14 @@ def hold_shards(folder: Path) -> BinaryIO | None:
         raise DataError(f"{folder}: another process replaces its shards: wait for its end, then start again") from None
     except OSError:
         return None
+
+
+def check_alone(folder: Path, dataset: str) -> None:
+    """Raises DataError if `folder` holds what a run would take for shards, and are none of this name's (shard_name)."""
+    own = re.compile(rf"{dataset}_(train|val)_[0-9]{{6,}}\.bin")
+    for name in sorted(os.listdir(folder)):
+        if any(fnmatchcase(name, f"*_{split}_*.bin") for split in ("train", "val")) and not own.fullmatch(name):
+            raise DataError(f"{folder / name} is not this program's, and a run would train on both: choose another --output")
 
 
 def check_replaced(folder: Path) -> None:

@@ -585,6 +585,20 @@ def test_a_link_to_where_downloads_arrive_is_refused(hub: Hub, shards: dict[str,
     assert hub.log == [] and (mine / list(shards)[0]).read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["local_train_000000.bin", "mine_val_1.bin"])
+def test_shards_of_others_are_not_added_to(hub: Hub, shards: dict[str, bytes], tmp_path: Path, monkeypatch, name: str) -> None:
+    """A run would train on both. By either tool."""
+    client = Client(hub, tmp_path / "out", monkeypatch)
+    (client.folder / name).write_text("mine")
+    said = f"out/{name} is not this program's, and a run would train on both: choose another --output"
+    monkeypatch.setattr(sys, "argv", ["cached_fineweb10B.py", "1", "--output", str(client.folder)])
+    with pytest.raises(SystemExit, match=said):
+        cached_fineweb10B.main()
+    with pytest.raises(DataError, match=said):
+        fineweb.load_progress(client.folder, {"subset": "x"})
+    assert hub.log == [] and [path.name for path in client.folder.glob("*.bin")] == [name]
+
+
 def test_the_shards_of_the_other_tool_are_not_replaced(hub: Hub, tmp_path: Path, monkeypatch) -> None:
     client = Client(hub, tmp_path / "out", monkeypatch)
     (client.folder / "progress.json").write_text("{}")

@@ -323,6 +323,16 @@ def test_settings_that_are_not_those_of_the_shards_manifest_are_refused(folder, 
         check(folder, **changes)
 
 
+def test_shards_of_two_makers_are_no_data(folder):
+    """Of data/local_text.py, and others that came into its folder: a run trained on both, and validated on one."""
+    listed = dict.fromkeys([*os.listdir(folder)], 1)
+    added = sorted(listed)[0]
+    del listed[added]
+    (folder / "manifest.json").write_text(json.dumps({**MANIFEST, "shards": listed}))
+    with pytest.raises(DataError, match=f"{folder}: {added} beside .*, which alone is in manifest.json: a run would train on both: move"):
+        check(folder)
+
+
 @pytest.mark.parametrize(
     "manifest",
     ["no JSON", "[]", '{"bos_id": 7}', '{"bos_id": 7, "shards": {"x_train_000000.bin": 1}}', '{"bos_id": "7", "shards": ALL}'],
