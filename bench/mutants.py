@@ -614,6 +614,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
+        ("the backward pass takes no memory", "faults/start::test_the_backward_pass_counts",
+         "trained * batch // s.micro_batches)", "0)"),
         ("a script that changes the folder changes what its paths mean",
          "faults/start::test_a_script_that_changes_the_folder_as_it_is_imported_changes_no_path",
          "        moves = os.getcwd() != here  # as", "        moves = False  # as"),
@@ -772,6 +774,8 @@ CHANGES = {  # by file: what, tests, old, new
         ("the validation loss with a digit less", "runtime/run", "val_loss:{val_loss:.4f} ", "val_loss:{val_loss:.3f} "),
     ),
     "runtime/options.py": (
+        ("a seed may have more bits than PyTorch takes", "runtime/options::test_a_bad_option_is_named",
+         "not least <= value < 2**32:", "not least <= value < 2**40:"),
         ("settings change with each copy", "runtime/options::test_settings_that_change_when_they_are_copied_are_refused",
          '!= f"{getattr(found, x)!r}"]', '== ""]'),
         ("true is false", "runtime/options", 'return text.lower() in ("true", "1")', 'return text.lower() in ("true",)'),

@@ -217,7 +217,11 @@ SHARD_NAME = re.compile(r"local_(train|val)_[0-9]{6,}\.bin")
 def load_manifest(output: Path) -> dict | None:
     """The manifest in `output`, if there is one. Raises DataError for one of another origin, or for shards not in it."""
     path = output / "manifest.json"
-    manifest, advice = read_json(path), "choose another --output, or move it away"
+    advice = "choose another --output, or move it away"
+    try:
+        manifest = read_json(path)
+    except DataError as error:
+        raise DataError(f"{error}: choose another --output, or move it and the shards away") from None
     shards = manifest.get("shards") if isinstance(manifest, dict) and "recipe" in manifest else None
     if manifest is not None and not (isinstance(shards, dict) and all(map(SHARD_NAME.fullmatch, shards))):
         raise DataError(f"{path} was not written by this program: {advice}")

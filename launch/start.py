@@ -62,6 +62,9 @@ PATIENCE = 30.0  # seconds for ranks to end: they give each other 25, launch/sig
 # the demo's peaks at width 128, 645, 769, 1,518 and 2,248 MiB with 512, 2,048, 16,384 and 32,768 tokens; PyTorch 2.13. And for
 # each token and entry of the vocabulary: 988, 2,681 and 7,878 MiB with 257, 8,192 and 32,768 entries, 16,384 tokens, width 64.
 RANK_MEMORY, TOKEN_MEMORY, LOGIT_MEMORY = 600 << 20, 400, 13
+# The same in training, with the backward pass and three predicted tokens, of 15 runs of 960 to 7,680 tokens in a micro-batch,
+# width 64 to 256 and 257 to 50,257 entries, 745 to 6,119 MiB: the estimates are 0.78 to 1.16 of these.
+TRAINED_TOKEN_MEMORY, TRAINED_LOGIT_MEMORY = 1200, 40
 LIBRARIES = 1 << 30  # bytes of a rank's addresses that are in no memory, as PyTorch's files: 1.0 GiB
 SIZES = "--model_dim, --bigram_rows, --vocab_size or the batches"  # what a model's memory goes by
 CGROUP_MEMORY = (  # where control groups are, their limit, use and, in memory.stat, cached files: version 2, then 1
@@ -446,15 +449,18 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
         if manager is None:
             with torch.device("cpu"):
                 manager = script.build(settings, group._replace(device=torch.device("cpu")))
-        check_sizes(manager.layout(0), free)  # before data are made
+        check_sizes(manager, manager.layout(0), free)  # before data are made
         return manager
 
-    def check_sizes(layout: dict, free: int) -> None:
+    def check_sizes(manager: Any, layout: dict, free: int) -> None:
         leaves = importlib.import_module("runtime.checkpoints").leaves
         state, again = (sum(x.nbytes for _, x in leaves(y) if torch.is_tensor(x)) for y in (layout, layout["same"]["parameters"]))
-        token = TOKEN_MEMORY * getattr(s, "model_dim", 0) + LOGIT_MEMORY * getattr(s, "vocab_size", 0)
+        width, vocab, steps = getattr(s, "model_dim", 0), getattr(s, "vocab_size", 0), s.total_iterations
+        token, trained = TOKEN_MEMORY * width + LOGIT_MEMORY * vocab, TRAINED_TOKEN_MEMORY * width + TRAINED_LOGIT_MEMORY * vocab
+        batch = max(map(manager.batch_tokens, {*range(0, steps, steps // 64 + 1), steps - 1}))  # of all stages that last
+        passes = max(token * getattr(s, "max_tokens", 0), trained * batch // s.micro_batches)
         if not gpus:
-            check_memory(ranks, RANK_MEMORY + state + again + token * getattr(s, "max_tokens", 0), free)
+            check_memory(ranks, RANK_MEMORY + state + again + passes, free)
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         if getattr(s, "save_every", 0) and 0 <= limit < state:
             raise LaunchError(f"ulimit -f is {limit >> 10}, a checkpoint has over {state >> 10}: raise it, or --save_every=0", 1)

@@ -486,6 +486,8 @@ def at_step(log: RunLog, step: int) -> RunLog:
     if not log.fault or log.fault.startswith(("crashed", "cut short at")):
         order = sorted({*times, *(at for at, _, _ in kept)})
         cut.fault = wrong_time(cut) or incomplete(cut, order, b"") if order and order[-1] == step else f"it has no step {step}"
+        if cut.fault.startswith("cut short at"):
+            cut.fault = f"not validated at step {step}, but at {', '.join(f'{at}' for at, _, _ in log.validations) or 'none'}"
     return cut
 
 

@@ -26,8 +26,8 @@ def check_values(settings: Any) -> None:
     types = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, least, choices = getattr(settings, field.name), field.metadata.get("least", 1), field.metadata.get("choices")
-        if types[field.name] is int and not least <= value < 2**40:
-            limit = "below 2**40" if value >= least else f"{least} or more" if least != 1 else "positive"
+        if types[field.name] is int and not least <= value < 2**32:  # of a seed PyTorch takes no more bits on a CPU
+            limit = "below 2**32" if value >= least else f"{least} or more" if least != 1 else "positive"
             raise ValueError(f"--{field.name}={value}: must be {limit}")
         if types[field.name] is float and not (0 < value < math.inf or least < 1 and least <= value < math.inf):
             raise ValueError(f"--{field.name}={value}: must be {'positive' if least == 1 else f'{least} or more'} and finite")

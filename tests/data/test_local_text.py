@@ -451,7 +451,7 @@ FOREIGN = {  # what stands in --output, and the message
         lambda out: (out / "manifest.json").write_text('{"recipe": {}, "shards": {"../mine.bin": 1}}'), "json was not written"
     ),
     "a list": (lambda out: (out / "manifest.json").write_text("[]"), "manifest.json was not written by this program"),
-    "a broken manifest": (lambda out: (out / "manifest.json").write_text("[1"), "manifest.json cannot be read"),
+    "a broken manifest": (lambda out: (out / "manifest.json").write_text("[1"), "manifest.json cannot be read .*: choose another --output"),
     "a deep manifest": (lambda out: (out / "manifest.json").write_text("[" * 10**5), "manifest.json cannot be read"),
     "a FIFO for a manifest": (lambda out: put_fifo(out / "manifest.json"), "is a link, a folder or"),
     "a shard that no manifest lists": (own_shard, "local_val_000009.bin is in no manifest.json of this program: choose"),

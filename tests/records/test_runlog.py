@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_logs import BANNER, ENVIRONMENT, RULE, SOURCES, make_log, step_lines
 
 import runlog
-from runlog import parse_log, read_log
+from runlog import at_step, parse_log, read_log
 
 SCRIPT, KERNELS = SOURCES["train_gpt.py"], SOURCES["triton_kernels.py"]
 NAMES = ("my ideas/idea 2.py", "train_gpt.py", "triton_kernels.py", "data/__init__.py", "data/shards.py", "runtime/log.py")
@@ -299,3 +299,10 @@ def test_a_time_in_other_units_is_none(time, seconds):
 def test_unreadable_paths(tmp_path):
     assert read_log(tmp_path).fault == "not a file"
     assert read_log(tmp_path / "absent").fault == "not a file"
+
+
+def test_a_step_without_a_validation_is_told_as_such(tmp_path):
+    """Of a whole run it said "cut short"."""
+    (tmp_path / "a.txt").write_bytes(make_log())
+    log = read_log(tmp_path / "a.txt")
+    assert at_step(log, 4).fault == "" and at_step(log, 5).fault == "not validated at step 5, but at 0, 4, 8"
