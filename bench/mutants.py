@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT))
 from launch.environment import go_on
 
 if __name__ == "__main__":
-    go_on("requirements.txt", "numpy")
+    go_on("requirements.txt", "numpy", "torch")
+    go_on("tests/requirements.txt", "pytest", "hypothesis", "xdist")
 
 from data.shards import number_between
 from launch.console import Parser, console, ended_by_signals, user_path

@@ -29,15 +29,21 @@ def interrupt_quietly():
 if __name__ == "__main__":
     interrupt_quietly()
 
-import contextlib
-import importlib.util
-import platform
-import re
-import shutil
-import subprocess
-import tempfile
-import threading
-import time
+try:
+    import contextlib
+    import importlib.util
+    import platform
+    import re
+    import shutil
+    import subprocess
+    import tempfile
+    import threading
+    import time
+except ImportError as error:
+    home = os.environ.get("PYTHONHOME")
+    sys.exit("{}: error: {}: {}".format(
+        sys.executable, error, "PYTHONHOME={} is another Python's: unset it".format(home) if home else "half a Python: install it again"
+    ))  # fmt: skip
 
 try:
     from importlib.metadata import PackageNotFoundError, version

@@ -87,7 +87,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path}: not a checkpoint of this version (begins with {magic!r})")
             digest, payload = file.read(32), file.read()
     except (OSError, MemoryError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', '') or repr(error)}") from error
+        way_out = ": name a step_….pt in it" * isinstance(error, IsADirectoryError)
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', '') or repr(error)}{way_out}") from error
     if hashlib.sha256(payload).digest() != digest:
         raise CheckpointError(f"{path}: damaged or cut short, its SHA-256 is another: resume from an earlier checkpoint")
     try:

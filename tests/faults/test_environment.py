@@ -139,6 +139,18 @@ def test_a_python_that_takes_itself_for_another_installs_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
+@pytest.mark.parametrize("home", ["/another", ""])
+def test_another_pythons_library_is_named(home):
+    """As a module of a cluster sets PYTHONHOME: a traceback of the import."""
+    code = f"import runpy, sys; sys.modules['subprocess'] = None\nrunpy.run_path({environment.__file__!r}, run_name='__main__')"
+    there = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    work = f"import os\nos.environ['PYTHONHOME'] = {home!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", work], env=there, capture_output=True, text=True, timeout=60)
+    said = f"PYTHONHOME={home} is another Python's: unset it" if home else "half a Python: install it again"
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"{sys.executable}: error: import of subprocess")
+    assert done.stderr.endswith(f": {said}\n"), done
+
+
 def test_a_python_that_fails_is_known_where_its_signal_is_ignored(tmp_path):
     """By the process that starts run.sh: the kernel then keeps no child's code, and Python reads 0."""
     shutil.copytree(f"{environment.ROOT}/launch", tmp_path / "launch")
