@@ -471,6 +471,8 @@ CHANGES = {  # by file: what, tests, old, new
          "    if os.path.exists(python):  # as", "    if False:  # as"),
         ("an environment whose Python is gone is emptied", "faults/environment::test_an_environment_without_its_python_is_made_again",
          "            os.rename(folder, aside)\n", "            pass\n"),
+        ("an environment that Windows made is emptied", "faults/environment::test_an_environment_without_its_python_is_made_again",
+         "holds_files(folder) and os.path.realpath(python)", "os.path.islink(python) and os.path.realpath(python)"),
         ("another user's environment is emptied", "faults/environment::test_the_environment_of_another_user_is_not_emptied",
          "if os.stat(folder).st_uid != os.geteuid():", "if False:"),
         ("another user's environment is filled", "faults/environment::test_an_environment_that_may_not_be_filled_is_named",

@@ -234,6 +234,11 @@ def is_environment(folder):
     return os.path.isfile(os.path.join(folder, "pyvenv.cfg")) or not any(names for _, _, names in os.walk(folder))
 
 
+def holds_files(folder):
+    """Any beside what `venv` writes before it makes bin/python, where it was killed."""
+    return any({*names} - {"pyvenv.cfg", ".gitignore"} for _, _, names in os.walk(folder))
+
+
 def in_the_way(folder, python, aside):
     """Why what stands there is neither emptied nor moved aside, and what to do; None if it may be."""
     if not is_environment(folder):
@@ -242,7 +247,7 @@ def in_the_way(folder, python, aside):
         return "is another user's, whose Python does not run for you: work in a copy of the project of your own"
     if os.path.exists(python):  # as of another processor, or by a PYTHONHOME
         return "does not run here: start where its Python runs, or remove it"
-    if os.path.islink(python) and os.path.lexists(aside):
+    if holds_files(folder) and os.path.lexists(aside):
         return "has lost its Python, as {} before: remove that one".format(aside)
     return None
 
@@ -255,7 +260,7 @@ def fill(folder, files, lacks):
     if there == []:
         return python
     if there is None:
-        aside, gone = folder + ".gone", os.path.islink(python) and os.path.realpath(python)
+        aside, gone = folder + ".gone", holds_files(folder) and os.path.realpath(python)
         why = os.path.lexists(folder) and in_the_way(folder, python, aside)
         if why:
             fail("{} lacks {}, and {} {}".format(sys.executable, ", ".join(lacks), folder, why))

@@ -394,15 +394,22 @@ def made(tmp_path, monkeypatch):
     return lambda: environment.ensure([f"{tmp_path / 'requirements.txt'}"], f"{tmp_path}"), commands, tmp_path / ".venv"
 
 
-@pytest.mark.parametrize("before", ["nothing", "its python is gone", "half made"])
+@pytest.mark.parametrize("before", ["nothing", "its python is gone", "made by Windows", "half made"])
 def test_an_environment_without_its_python_is_made_again(made, before, capsys):
     """And kept aside, once: its Python may be there outside of a container, where a run trains from it."""
     ensure, commands, venv = made
     if before != "nothing":
         (venv / "bin").mkdir(parents=True)
         (venv / "pyvenv.cfg").touch()
-    if before == "its python is gone":
-        (venv / "bin" / "python").symlink_to("/nowhere/python3")
+    if before == "half made":
+        (venv / "lib").mkdir()
+    kept = before in ("its python is gone", "made by Windows")  # in the same checkout, by WSL: bin/python was never there
+    if kept:
+        python = venv / "bin" / "python"
+        if before == "its python is gone":
+            python.symlink_to("/nowhere/python3")
+        (venv / "Scripts").mkdir()
+        (venv / "Scripts" / "python.exe").write_text("MZ")
         (aside := venv.with_name(".venv.gone")).mkdir()
         with pytest.raises(SystemExit, match=f"{venv} has lost its Python, as {aside} before: remove that one"):
             ensure()
@@ -413,9 +420,10 @@ def test_an_environment_without_its_python_is_made_again(made, before, capsys):
     printed = capsys.readouterr()
     told = [line.partition(": ")[2] for line in printed.err.splitlines()]
     assert printed.out == "" and told[0] == f"{sys.executable} lacks no_such_package: making .venv"
-    if before == "its python is gone":
-        assert told.pop(1) == "the Python of .venv, /nowhere/python3, is not here: it is .venv.gone now, to be removed"
-        assert (aside / "pyvenv.cfg").exists()
+    if kept:
+        gone = "/nowhere/python3" if before == "its python is gone" else python
+        assert told.pop(1) == f"the Python of .venv, {gone}, is not here: it is .venv.gone now, to be removed"
+        assert (aside / "pyvenv.cfg").exists() and (aside / "Scripts" / "python.exe").read_text() == "MZ"
     assert told[1] == "installing into .venv, which takes minutes the first time: no_such_package"
     assert re.fullmatch(r".venv is ready \(\d+ s\)", told[2])
 
