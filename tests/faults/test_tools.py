@@ -270,7 +270,7 @@ def test_runs_that_stopped_early_are_compared_at_a_step(tmp_path, capsys):
     assert early.fault.startswith("cut short at step 7/12") and at_step(early, 6).fault == ""
     cut = at_step(early, 6)
     assert (cut.validations[-1][0], max(cut.times), cut.total, early.total) == (6, 6, 6, 12)
-    assert at_step(early, 5).fault == "cut short at step 5/5: no validation loss there"
+    assert at_step(early, 5).fault == "not validated at step 5, but at 0, 3, 6"
     assert at_step(early, 9).fault == "it has no step 9"
     twice = parse_log(make_log(lines=step_lines() + step_lines()))
     assert at_step(twice, 4).fault == twice.fault
