@@ -53,7 +53,7 @@ REFUSED = {  # by the trainer, in the same words: each was a traceback, or a tab
     "--grad_dtype=bf16": "--grad_dtype=bf16: must be param or float32",
     "--vocab_size=0": "--vocab_size=0: must be positive",
     "--bigram_rows=-1": "--bigram_rows=-1: must be 2 or more",
-    f"--num_heads={2**27} --model_dim={2**34} --head_dim=128": "Storage size calculation overflowed",
+    f"--num_heads={2**24} --model_dim={2**31} --head_dim=128": "Storage size calculation overflowed",
 }
 
 
