@@ -316,13 +316,13 @@ def stages_of(h) -> dict[str, range]:
 def run(bench: Bench) -> tuple[str, dict]:
     """The real script, launched as users launch it: compiles cleanly, learns, and how fast each stage is."""
     import train_gpt as tg
+    from bench.settings import torchrun
 
     h = bench.settings(run_id="gpu")
     defaults = tg.Hyperparameters()
     names = [field.name for field in dataclasses.fields(h)]
     options = [f"--{name}={getattr(h, name)}" for name in names if getattr(h, name) != getattr(defaults, name)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={bench.ranks()}"]
-    command += [str(ROOT / "train_gpt.py"), "--preset=record", *options]
+    command = [*torchrun(bench.ranks(), bench.scratch / "torchrun"), str(ROOT / "train_gpt.py"), "--preset=record", *options]
     environ = {**os.environ, "TORCH_LOGS": "recompiles,graph_breaks", "OMP_NUM_THREADS": "1"}
     done = run_to_end(command, timeout=560, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
     if done.returncode:

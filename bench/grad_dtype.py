@@ -36,11 +36,10 @@ SETTINGS = dict(
 
 
 def final_loss(options: list[str], ranks: int) -> float:
-    """Of one run under torchrun."""
+    """Of one run by launch/start.py."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "train_gpt.py")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *launch, *options, f"--log_dir={folder}", "--run_id=run"]
+        command = [sys.executable, f"{ROOT}/launch/start.py", *options, f"--log_dir={folder}", "--run_id=run"]
+        environment = {**os.environ, "RANKS": f"{ranks}", "OMP_NUM_THREADS": "1"}
         if code := run_to_end(command, stdout=subprocess.DEVNULL, env=environment).returncode:
             raise SystemExit(f"grad_dtype.py: error: a run ended with code {code}: {' '.join(command)}")
         log = (Path(folder) / "run.txt").read_text(encoding="utf-8")
@@ -57,6 +56,7 @@ def main() -> None:
     seeds, ranks, rows = args.seeds, args.ranks, []
     options = [*(f"--{name}={value}" for name, value in SETTINGS.items()), *given]  # of two, the later counts
     h = trainer_settings(options)
+    options += [f"--data={h.data}"]  # as they are: this process holds them, and none makes them anew
     with refused_in_a_line():
         h.check(ranks)
         check_shards(h)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from bench.schedule_costs import read_machine, tasks_of
 from bench.schedule_model import Interference, ModelError, Orders, Task, step_seconds
-from bench.settings import model_of, trainer_settings
+from bench.settings import model_of, torchrun, trainer_settings
 from runtime.ranks import Ranks, join_ranks
 import train_gpt
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, NorMuonAndAdam, param_table
@@ -173,8 +173,7 @@ def measure(world_size: int, count: int, repetitions: int, gigabits: float, asle
     the machine's. Raises ModelError with the ranks' own message if they fail."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "measured.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", __file__]
-        command += [str(output), str(count), str(repetitions), str(int(asleep))]
+        command = [*torchrun(world_size, folder), __file__, str(output), str(count), str(repetitions), str(int(asleep))]
         if gigabits:
             if missing := [tool for tool in ("unshare", "ip", "tc") if not shutil.which(tool)]:
                 raise ModelError(f"--link: {', '.join(missing)} missing: install it (iproute2), or leave --link out")

@@ -39,6 +39,12 @@ def model_of(h: Hyperparameters, max_tokens: int, fp8_head: bool = False) -> nn.
     return GPT(*sizes, bigram_rows=h.bigram_rows, attention_scale=h.attention_scale, fp8_head=fp8_head)
 
 
+def torchrun(ranks: int, folder: str | Path) -> list[str]:
+    """The command that starts so many ranks of the script whose path follows. folder: for torchrun's logs, to be deleted with it;
+    otherwise it makes one in the system's, and leaves it."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--log-dir={folder}"]
+
+
 def largest_batch(h: Hyperparameters) -> int:
     """Tokens of the schedule's largest step."""
     return max(step_schedule(step, h).batch_tokens for step in range(h.total_iterations))

@@ -33,13 +33,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import DataError, check_replaced, hold_shards, read_json, read_shard, verify_shard
+from data.shards import TRAIN, VALIDATION, DataError, check_replaced, hold_shards, read_json, read_shard, verify_shard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards of a folder
-
-
-TRAIN, VALIDATION = "*_train_*.bin", "*_val_*.bin"
 
 
 def train_pattern(folder: str) -> str:
@@ -387,21 +384,22 @@ class DataFacts(NamedTuple):
     longest: int  # tokens of the longest document of a validation micro-batch, rounded up to a power of two
 
 
-def check_encoded_so(folder: str, shards: Set[str], **given: int | str) -> None:
-    """Raise DataError if the manifest.json of data/local_text.py lists these shards, and is of other settings than those given, or
-    lists some of them alone. A vocabulary may be larger."""
+def check_manifest(folder: str, shards: Set[str], **given: int | str) -> None:
+    """Raise DataError if the manifest.json of data/local_text.py lists some of these shards and not all, or lists them all and is
+    of other settings than those given. A vocabulary may be larger."""
     try:
         manifest = read_json(Path(folder, "manifest.json"))
     except (DataError, OSError):  # somebody else's
         return
-    if not (isinstance(manifest, dict) and isinstance(listed := manifest.get("shards"), dict)):
+    listed = manifest.get("shards") if isinstance(manifest, dict) else None
+    if not isinstance(listed, dict) or not (own := shards & listed.keys()):
         return
-    others, made = sorted(shards - listed.keys()), {}
-    if others and shards & listed.keys() and "recipe" in manifest:
-        both = f"{others[0]} beside {min(shards & listed.keys())}, which alone is in manifest.json"
-        raise DataError(f"{folder}: {both}: a run would train on both: move what is not meant, or manifest.json, away")
-    if not others:
-        made = {name: x for name in given if type(x := manifest.get(name)) is type(given[name])}
+    if others := sorted(shards - own):
+        if "recipe" in manifest:
+            both = f"{others[0]} beside {min(own)}, which alone is in manifest.json"
+            raise DataError(f"{folder}: {both}: a run would train on both: move what is not meant, or manifest.json, away")
+        return
+    made = {name: x for name in given if type(x := manifest.get(name)) is type(given[name])}
     if other := [x for x in made if (made[x] > given[x] if x == "vocab_size" else made[x] != given[x])]:
         here, there = (" ".join(f"--{x}={values[x]}" for x in other) for values in (given, made))
         raise DataError(f"{folder}/manifest.json: its shards were not made for {here}: give {there}")
@@ -433,7 +431,7 @@ def check_data(
     check_replaced(Path(folder))
     val, train = (LISTED.setdefault(pattern, find_shards(pattern)) for pattern in (val_pattern(folder), train_pattern(folder)))
     shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in (*train, *val)}
-    check_encoded_so(folder, shards.keys(), bos_id=bos_id, vocab_size=vocab_size, encoding=encoding)
+    check_manifest(folder, shards.keys(), bos_id=bos_id, vocab_size=vocab_size, encoding=encoding)
     most, faults = 0, []  # most documents in a micro-batch; where there are too many
 
     def note_digest(documents: Documents) -> str:

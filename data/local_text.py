@@ -35,8 +35,8 @@ if __name__ == "__main__":
 
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, import_tqdm, locked, named,
-    number_between, one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
+    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, import_tqdm, locked, name_pattern,
+    named, number_between, one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
 from launch.console import Parser, console, user_path
 
@@ -211,7 +211,7 @@ def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object
     return options | {"shard_tokens": args.shard_tokens, "encoding": args.encoding, "fingerprint": fingerprint.hexdigest()}
 
 
-SHARD_NAME = re.compile(r"local_(train|val)_[0-9]{6,}\.bin")
+SHARD_NAME = name_pattern("local")
 
 
 def load_manifest(output: Path) -> dict | None:

@@ -56,8 +56,16 @@ class ForeignFile(ShardError):
 # One shard
 
 
+TRAIN, VALIDATION = "*_train_*.bin", "*_val_*.bin"  # what a run takes for shards
+
+
 def shard_name(prefix: str, split: str, index: int) -> str:
     return f"{prefix}_{split}_{index:06d}.bin"
+
+
+def name_pattern(prefix: str) -> re.Pattern[str]:
+    """Of all that shard_name gives for it."""
+    return re.compile(rf"{prefix}_(train|val)_[0-9]{{6,}}\.bin")
 
 
 def as_uint16(tokens: Iterable[int]) -> np.ndarray:
@@ -366,6 +374,7 @@ def import_tqdm() -> type:
     return tqdm
 
 
+_made_for: weakref.WeakKeyDictionary[BinaryIO, list[Path]] = weakref.WeakKeyDictionary()  # folders, by a run's lock in them
 _to_lock: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # closed in a fork, whose descriptor would hold a dead process's lock
 os.register_at_fork(after_in_child=lambda: [file.close() for file in [*_to_lock]])
 
@@ -397,7 +406,7 @@ def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
         except OSError as error:  # a network file system without locks
             tell(f"{path} cannot be locked, {error.strerror}: start no second process on this run")
         if os.fstat(file.fileno()).st_nlink:
-            file.made = made
+            _made_for[file] = made
             return file
         file.close()  # its holder has just ended, and deleted it
 
@@ -423,7 +432,7 @@ def unlock_run(file: BinaryIO) -> None:
     with file, contextlib.suppress(OSError):
         if os.path.samestat(os.stat(file.name), found := os.fstat(file.fileno())) and not found.st_size:
             os.unlink(file.name)
-            for folder in file.made:
+            for folder in _made_for.get(file, []):
                 folder.rmdir()
 
 
@@ -478,11 +487,10 @@ def hold_shards(folder: Path) -> BinaryIO | None:
         return None
 
 
-def check_alone(folder: Path, dataset: str) -> None:
-    """Raises DataError if `folder` holds what a run would take for shards, and are none of this name's (shard_name)."""
-    own = re.compile(rf"{dataset}_(train|val)_[0-9]{{6,}}\.bin")
+def check_alone(folder: Path, prefix: str) -> None:
+    """Raises DataError if `folder` holds what a run would take for shards, of other names than shard_name gives for the prefix."""
     for name in sorted(os.listdir(folder)):
-        if any(fnmatchcase(name, f"*_{split}_*.bin") for split in ("train", "val")) and not own.fullmatch(name):
+        if any(fnmatchcase(name, pattern) for pattern in (TRAIN, VALIDATION)) and not name_pattern(prefix).fullmatch(name):
             raise DataError(f"{folder / name} is not this program's, and a run would train on both: choose another --output")
 
 

@@ -32,6 +32,7 @@ if __name__ == "__main__":
 try:
     import contextlib
     import importlib.util
+    import itertools
     import platform
     import re
     import shutil
@@ -56,6 +57,7 @@ ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")  # where pip wo
 SETTING = re.compile(rb"((?:global|install)\.(?:target|prefix|root))=(.*)")  # the same in a file of pip's
 TOOLS = os.path.join(ROOT, "records", "requirements.txt")  # .venv gets what the tools in records/ need too
 PROGRAM = "run.sh"  # that asks, in messages
+LOOKS = 40  # tries, of 0.05 s, that one who only looks at .venv may take
 HELD = []  # descriptor of .venv.lock, while it is held: pip has it too, and goes on writing .venv if this process is killed
 LINE = re.compile(r"([A-Za-z0-9][\w.-]*)[^#;]*(?:;([^#]*))?(?:# from ([\d.]+)(?:, module (\w+))?)?")
 MARKER = re.compile(r"""\s*(\w+)\s*(==|!=)\s*["']([^"']*)["']\s*""")
@@ -192,17 +194,6 @@ def ensure(files, root=ROOT):
         return fill(os.path.join(root, ".venv"), files, lacks)
 
 
-def locked_soon(fcntl, file):
-    """Raises OSError where a file system has no locks."""
-    for _ in range(40):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.05)
-    return False
-
-
 @contextlib.contextmanager
 def alone(root):
     """Waits for another process that makes or fills .venv; a file system without locks keeps none away."""
@@ -214,12 +205,16 @@ def alone(root):
         yield
         return
     with file:
-        try:
-            if not locked_soon(fcntl, file):  # one that only looks has it for a moment
-                tell("waiting for another process, which makes or fills .venv")
-                fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
+        for tries in itertools.count():
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if tries == LOOKS:
+                    tell("waiting for another process, which makes or fills .venv")
+                time.sleep(0.05)
+            except OSError:
+                break
         HELD.append(file.fileno())
         try:
             yield

@@ -43,7 +43,7 @@ class Signals:
         self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
         launched = self.launched or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = parent if launched else None  # the id of the process without which this one ends
-        self.pipe = int(os.environ.get(IN_TRAINING, -1)) if self.launched else -1
+        self.marks = int(os.environ.get(IN_TRAINING, -1)) if self.launched else -1
 
     def __enter__(self) -> Self:
         guard_console()  # before the pipe takes the numbers
@@ -63,8 +63,8 @@ class Signals:
 
     def _say(self, mark: bytes) -> None:
         with contextlib.suppress(OSError):  # it is closed
-            if self.pipe >= 0 and stat.S_ISFIFO(os.fstat(self.pipe).st_mode):
-                os.write(self.pipe, mark)
+            if self.marks >= 0 and stat.S_ISFIFO(os.fstat(self.marks).st_mode):
+                os.write(self.marks, mark)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         # Told while SIGTERM, which a launcher now sends, is heard. gloo has no type of its own for a peer that has gone.

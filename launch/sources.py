@@ -142,13 +142,16 @@ class Sources:
                     found[f"{inside}".encode("unicode_escape").decode()] = f"CRC-32 {zlib.crc32(octets):08x}"
         return found
 
+    def keep_folder(self, settings: Any) -> None:
+        """From here on os.chdir is refused in this process, until its Signals end, if the run's data or logs are relative paths."""
+        paths = {name: getattr(settings, name, "") for name in ("data", "log_dir")}
+        relative = ", ".join(f"--{name}={path}" for name, path in paths.items() if path and not os.path.isabs(path))
+        self.relative = (os.getpid(), relative) if relative else (0, "")
+
     def facts(self, texts: dict[str, str], ranks: Any, settings: Any, more: list[str]) -> list[str]:
         """The log's environment, a line each: machine, what the sources of these texts read, more, script and settings."""
         from launch.machine import machine_facts, settings_text  # not above: the tools in records/ need no PyTorch
 
-        paths = {name: getattr(settings, name, "") for name in ("data", "log_dir")}
-        relative = ", ".join(f"--{name}={path}" for name, path in paths.items() if path and not os.path.isabs(path))
-        self.relative = (os.getpid(), relative) if relative else (0, "")
         machine = machine_facts(ranks.device, ranks.world_size, texts, self.read(settings))
         return [*machine, *more, f"{self.script} {settings_text(settings)}"]
 

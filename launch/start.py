@@ -379,7 +379,7 @@ def process_age() -> float:
         return 0.0
 
 
-def check(script: ModuleType, options: list[str], asked: int | None, moves: bool = False) -> tuple[int, list[str]]:
+def check(script: ModuleType, options: list[str], asked: int | None, moves: bool) -> tuple[int, list[str]]:
     """The number of ranks, and their options, once one process finds nothing wrong. Makes or fetches a preset's own data, for
     minutes: a new run's after all else, a resumed run's once its checkpoint is found.
 
@@ -584,7 +584,7 @@ def make_data(tool: str) -> float:
     return time.monotonic() - begun
 
 
-def project_paths(s: Any, options: list[str], moves: bool = False) -> list[str]:
+def project_paths(s: Any, options: list[str], moves: bool) -> list[str]:
     """Options for the paths that are not given: the project's, wherever the user stands; for those with a ~, which no shell
     expands in --name=~/folder: the home folder's. moves: ranks will stand elsewhere, so all are absolute. Changes s alike."""
     more = []

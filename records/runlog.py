@@ -485,9 +485,12 @@ def at_step(log: RunLog, step: int) -> RunLog:
     cut = replace(log, validations=kept, times=times, total=step, problems=log.problems + [f"read up to step {step} alone"])
     if not log.fault or log.fault.startswith(("crashed", "cut short at")):
         order = sorted({*times, *(at for at, _, _ in kept)})
-        cut.fault = wrong_time(cut) or incomplete(cut, order, b"") if order and order[-1] == step else f"it has no step {step}"
-        if cut.fault.startswith("cut short at"):
+        if not order or order[-1] != step:
+            cut.fault = f"it has no step {step}"
+        elif not kept or kept[-1][0] != step:
             cut.fault = f"not validated at step {step}, but at {', '.join(f'{at}' for at, _, _ in log.validations) or 'none'}"
+        else:
+            cut.fault = wrong_time(cut) or incomplete(cut, order, b"")
     return cut
 
 

@@ -61,9 +61,9 @@ class Run:
         s, ranks, self.manager, self.shards, path = self.settings, self.ranks, manager, shards, None
         self.logged, run_id = ranks.on_all(self.sources.of_run), f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         same = {f"--{x}": value for x, value in dataclasses.asdict(s).items() if x not in ("data", "log_dir")} | shards
-        same |= {x: checksum(encoded(text)) for x, text in self.logged.items()}
+        self.sources.keep_folder(s)
         weights, self.buffers = (checksums(f"the first {x}", manager.live_tensors().get(x, {})) for x in ("weights", "buffers"))
-        ranks.check_same(same | weights | self.buffers)
+        ranks.check_same(same | {x: checksum(encoded(text)) for x, text in self.logged.items()} | weights | self.buffers)
         if s.resume:
             there = checkpoints.checkpoints(Path(s.log_dir), "*")
             path, saved = ranks.on_all(checkpoints.find_checkpoint, s.resume, s.log_dir, s.run_id)

@@ -1,6 +1,8 @@
 """bench/communication.py, bench/optimizer.py: what they print is what bench/README.md shows and what the optimizer does."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import communication, cpu_step, grad_dtype, optimizer, order
-from bench.settings import trainer_settings
+from bench.settings import torchrun, trainer_settings
 from common import ROOT, run_fresh, train_gpt
 from data.loader import synthetic_batch, to_device
 from runtime.ranks import Ranks
@@ -36,6 +38,26 @@ def test_the_readme_tells_what_gradients_of_either_dtype_send() -> None:
         calls = communication.expected_calls(communication.model_parameters(h), train_gpt.param_table(h), 2, True, False)
         told = re.search(row.format(dtype), readme, re.MULTILINE)[1]
         assert told == f"{sum(call.sent for call in calls.values()) / 1e6:.2f}"
+
+
+def test_both_dtypes_are_trained_with_and_nothing_is_left(shards: Path, tmp_path: Path) -> None:
+    """torchrun left a folder of each run."""
+    small = [*SMALL.split(), "--val_tokens=512", "--num_scheduled_iterations=6", "--num_extension_iterations=2"]
+    command = [sys.executable, ROOT / "bench" / "grad_dtype.py", "--seeds=1", "--ranks=1", f"--data={shards}", *small]
+    (tmp_path / "tmp").mkdir()
+    done = run_fresh(command, env={**os.environ, "TMPDIR": f"{tmp_path / 'tmp'}"}, timeout=200)
+    rows = re.findall(r"^\| (param|float32) \| (\d\.\d{4}) \| \2 \| \d\.\d\d \|$", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and [row[0] for row in rows] == ["param", "float32"], done
+    assert not [*(tmp_path / "tmp").iterdir()]
+
+
+def test_torchrun_leaves_its_folder_where_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    (tmp_path / "tmp").mkdir()
+    command = [*torchrun(1, tmp_path / "logs"), tmp_path / "rank.py"]
+    there = {**os.environ, "TMPDIR": f"{tmp_path / 'tmp'}"}
+    done = subprocess.run(command, env=there, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "1\n") and not [*(tmp_path / "tmp").iterdir()], done
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "2,-4", "", "65537", "999999999"])

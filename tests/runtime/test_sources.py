@@ -628,17 +628,15 @@ def test_the_files_that_a_script_reads_are_told_by_their_checksums(tmp_path, mon
 
 
 MOVES = """
-import dataclasses, os, sys, torch, types
+import os, sys, types
 sys.path.insert(0, {root!r})
 from launch.signals import Signals
 from launch.sources import Sources
-sources, one = Sources(__file__), types.SimpleNamespace(device=torch.device("cpu"), world_size=1)
-settings = dataclasses.make_dataclass("Settings", ["data", "log_dir", "resume"])("shards", {log_dir!r}, "")
+sources, settings = Sources(__file__), types.SimpleNamespace(data={data!r}, log_dir={log_dir!r})
 os.chdir("/")
 with Signals():
     os.chdir("/tmp")
-    settings.data = {data!r}
-    sources.facts({{}}, one, settings, [])
+    sources.keep_folder(settings)
     if os.fork() == 0:  # a worker's own folder is nobody else's
         os.chdir("/")
         os._exit(0)
