@@ -48,7 +48,7 @@ class Sources:
                 if path == self.path:
                     raise
         if self.path not in self.contents:
-            raise FileNotFoundError(f"{script} is no file, and a log would lack it: save the script as one, and start that")
+            sys.exit(f"error: {script} is no file, and a log would lack it: save the script as one, and start that")
         caller = sys._getframe(1).f_code  # of the script, unless a test or a tool asks
         self.edited = caller.co_name == "<module>" and not is_code_of(self.contents[self.path], caller)
         self.stems = {*map(stem, (*self.contents, *self.path.parent.glob("*.py")))}

@@ -173,7 +173,8 @@ def test_what_a_killed_process_left_goes_and_a_wrong_option_is_named(tmp_path, r
     wrong = {"--track=\udcc3": "a line of text", "--track=\x7f": "a line of text", "--date=soon": "a text such as 2026-01-31"}
     for option, meant in wrong.items():
         said = f"{option.partition('=')[0]} must be {meant}"
-        with pytest.raises(SystemExit, match=f"history.py: error: {said}"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match=f"history.py: error: {said}"):
+            patch.setattr(history, "pages", lambda _: pytest.fail("first all pages were made"))
             add(root, "1_A", runs, option)
     add(root, "1_A", runs)
     assert sorted(path.name for path in root.iterdir()) == [".record-old_logs", "1_A", "README.md"]
