@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import typing
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,15 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # of some containers: tools print into
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks of a test share the machine
 settings.register_profile("bankrun", deadline=None, derandomize=True, database=None)
 settings.load_profile("bankrun")
+
+
+def in_a_fork(number: int, choose: Callable[[int], None] = torch.set_num_threads, here: int = os.getpid()) -> None:
+    """In place of torch.set_num_threads: in this process one, for a run's main here too. Its forks would wait for ever for
+    threads that OpenMP has started here, as none of these comes along; without any they start their own."""
+    choose(1 if os.getpid() == here else number)
+
+
+torch.set_num_threads = in_a_fork
 
 
 SLOW = [  # files, the slowest first: they begin before all others, so that no worker is left with one of them at the end

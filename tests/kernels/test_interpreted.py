@@ -29,8 +29,8 @@ def interpreted() -> Iterator[Callable]:
     """interpreted(check, *args) runs check(*args, device="cpu") in a process whose Triton interprets."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as executor:
-        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # Triton reads it as kernels are defined: in a new process
-            executor.submit(torch.set_num_threads, 1).result(timeout=300)
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):  # read by imports: in a new process
+            executor.submit(os.getpid).result(timeout=300)
         yield lambda check, *args, **options: executor.submit(check, *args, device="cpu", **options).result(timeout=300)
         for process in list(executor._processes.values()):
             process.kill()  # a check that hangs must not hang the tests

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 import common
 import train_gpt
-from common import ROOT, SCRIPT, Forked, children, lines_of, options, text_of, tiny_settings, torchrun, wait_until
+from common import ROOT, SCRIPT, Forked, children, lines_of, options, run_fresh, text_of, tiny_settings, torchrun, wait_until
 from data.shards import read_shard, write_shard
 from launch.console import AgreedError, RunError
 from runtime import ranks as runtime_ranks
@@ -75,6 +76,18 @@ def test_a_bad_environment_is_named_within_seconds(shards, tmp_path, capfd, monk
     assert exit_.value.code == 1
     assert re.search(rf": error: .*{message}", printed), printed
     assert not dist.is_initialized() and not (tmp_path / "logs").exists()
+
+
+def test_what_a_run_in_this_process_asked_for_keeps_no_fork_waiting(monkeypatch):
+    """A tool's test hung for 300 s, in a worker whose earlier tests had started threads: OpenMP's are in no fork."""
+    for name in GOOD:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(runtime_ranks, "usable_cores", lambda: 2)
+    runtime_ranks.join_ranks()
+    numbers = torch.ones(1 << 20)
+    assert numbers.relu().sum() == 1 << 20
+    source = "import torch; torch.set_num_threads(2); print(torch.get_num_threads(), torch.ones(1 << 20).relu().sum().item())"
+    assert run_fresh([sys.executable, "-c", source], timeout=20).stdout == f"2 {float(1 << 20)}\n"
 
 
 # -----------------------------------------------------------------------------
