@@ -3,6 +3,7 @@
 #   ./run.sh                                       the record preset on GPUs, the demo without
 #   ./run.sh ideas/idea.py --num_scheduled_iterations=200
 #   RANKS=1 ./run.sh                               other than one rank for each GPU, or two on CPU
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@"  # as by sh run.sh
 set -euo pipefail
 [[ -d ${PWD-} ]] || { echo "run.sh: error: the current folder is gone or may not be searched: change into another" >&2; exit 1; }
 root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")

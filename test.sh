@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Prove everything. ./test.sh [pytest arguments]: run.sh's environment plus what records/ and the tests need, then all tests.
 #   SCRIPT=ideas/idea.py ./test.sh              the recipe's tests alone, of an idea
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@"  # as by sh test.sh
 set -euo pipefail
 [[ -d ${PWD-} ]] || { echo "test.sh: error: the current folder is gone or may not be searched: change into another" >&2; exit 1; }
 stands=$PWD
@@ -14,11 +15,12 @@ if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else 
 fi
 python=$(command -v python3 || command -v python) || { echo "test.sh: error: no python3 on the PATH" >&2; exit 1; }
 python=$("$python" launch/environment.py --for=test.sh requirements.txt records/requirements.txt tests/requirements.txt)
-before= named=
+before= named= alone=
 for argument; do  # pytest's own words are lost where its workers start
     case $before in *=*) value= ;; -[kmnpcorW] | --*) value=yes ;; *) value= ;; esac
     if [[ $argument != -* && -e ${argument%%::*} ]]; then
         named=yes
+        [[ $argument != *::* ]] || alone=yes
     elif [[ ! $value && $argument != -* ]]; then
         echo "test.sh: error: no such tests: $argument, in $PWD" >&2
         exit 1
@@ -27,6 +29,8 @@ for argument; do  # pytest's own words are lost where its workers start
 done
 [[ $named || -z ${SCRIPT-} ]] || set -- "$@" tests/recipe
 # Files of tests side by side, one more than cores, as some wait for processes, the slowest first (tests/conftest.py); one after
-# the other where they would share a GPU.
-workers=$("$python" -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, 1 + len(os.sched_getaffinity(0))))')
+# the other where they would share a GPU, and named tests, so that pytest says which of them are none.
+workers=${alone:+0}
+[[ $workers ]] ||
+    workers=$("$python" -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, 1 + len(os.sched_getaffinity(0))))')
 exec "$python" -m pytest --numprocesses="$workers" --dist=loadfile --no-loadscope-reorder "$@"
