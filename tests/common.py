@@ -52,6 +52,8 @@ sys.modules["__main__"].__file__ = getattr(sys.modules["__main__"], "__file__", 
 
 SCRIPT = ROOT / os.environ.get("SCRIPT", "train_gpt.py")
 train_gpt = sys.modules.get("train_gpt") or load_script(SCRIPT, "train_gpt")
+if not hasattr(train_gpt, "Hyperparameters"):
+    sys.exit(f"test.sh: error: SCRIPT={SCRIPT} is no training script: it has no Hyperparameters")
 MODULES = [path for path in sorted(ROOT.glob("*.py")) if path.stem in {*launcher.IMPORTED, "train_gpt"}]  # no idea beside them
 
 HAS_TRITON = sys.modules.get("triton", ...) is not None and importlib.util.find_spec("triton") is not None

@@ -10,7 +10,7 @@ import pytest
 import bench.communication
 import cpu
 import train_gpt
-from common import ROOT, SCRIPT
+from common import ROOT, SCRIPT, run_fresh
 
 
 def seen(rank: int = 0, world_size: int = 1) -> tuple[str, str, str, bool]:
@@ -33,6 +33,15 @@ def test_script_may_be_an_idea_with_files_beside_it(tmp_path: Path) -> None:
     environment = {**os.environ, "SCRIPT": f"{idea}", "MARKER": "an idea"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_script_that_trains_nothing_is_named() -> None:
+    """Each test failed of its own."""
+    tool = ROOT / "records" / "plan.py"
+    there = {**os.environ, "SCRIPT": f"{tool}", "PYTHONPATH": f"{ROOT}"}
+    done = run_fresh([sys.executable, "-c", "import common"], cwd=ROOT / "tests", env=there)
+    said = f"test.sh: error: SCRIPT={tool} is no training script: it has no Hyperparameters\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 @pytest.mark.parametrize("where", ["here", "in the project"])
