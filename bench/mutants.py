@@ -621,6 +621,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
+        ("a check alone starts the ranks", "faults/start::test_a_good_start_says_what_it_does_and_how_long_it_took",
+         "0 if CHECK_ALONE in os.environ else Ranks", "Ranks"),
         ("validation's logits take no memory", "faults/start::test_a_large_vocabulary_counts",
          "+ LOGIT_MEMORY * vocab, TRAINED", "+ 0 * vocab, TRAINED"),
         ("the backward pass takes no memory", "faults/start::test_the_backward_pass_counts",
@@ -921,6 +923,8 @@ CHANGES = {  # by file: what, tests, old, new
          '            names |= {*names_of([Path(script) for script in before["scripts"]])}\n', ""),
         ("a killed race's run goes on", "records/race::test_kill_9_of_a_race_ends_its_run",
          ", preexec_fn=end_with_parent)", ")"),
+        ("an idea that cannot start is told after the baseline's run", "records/race::test_an_idea_that_cannot_start_costs_no_run",
+         "if i == 1 and not idea.exists():", "if False:"),
         ("runs with other variables are paired", "records/race::test_a_run_with_other_variables_ends_the_race",
          "differing(same(other), same(log)) or variables", "differing(same(other), same(log))"),
         ("an editor's lock ends a race", "records/race::test_what_no_run_can_import_is_not_watched",

@@ -72,6 +72,7 @@ CGROUP_MEMORY = (  # where control groups are, their limit, use and, in memory.s
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)$"),
 )
 PLAIN = (bool, int, float, str)  # of settings
+CHECK_ALONE = "BANKRUN_CHECK_ALONE"  # in the environment: start no rank, by records/race.py
 WHEELS = "https://download.pytorch.org/whl"  # PyTorch's own index; its FlashAttention 3 is flash-attn-3, imported by this name:
 FLASH_ATTENTION = "flash_attn_interface"
 
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         os.chdir(here)
         check_main(script, path)
         ranks, options = check(script, options, asked, moves)
-        code = Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name).wait()
+        code = 0 if CHECK_ALONE in os.environ else Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name).wait()
     except LaunchError as error:
         message, code = error.args
         tell(name, f"error: {message}")
@@ -468,7 +469,8 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # here nobody else would come to it
     run.check_start(SimpleNamespace(**vars(script) | {"check_shards": check_shards, "build": build}), s, ranks)
     os.environ |= {"TORCH_DIST_INIT_BARRIER": barrier} if barrier else {}
-    show(f"settings, data and room are checked; starting {ranks} rank{'s' * (ranks > 1)}", begun)
+    starting = "" if CHECK_ALONE in os.environ else f"; starting {ranks} rank{'s' * (ranks > 1)}"
+    show(f"settings, data and room are checked{starting}", begun)
     bring_flash_attention()
     return ranks, options
 

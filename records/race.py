@@ -38,11 +38,13 @@ from t_tests import MOST_RUNS
 from tool import ROOT, clean
 
 RUN = (str(ROOT / "run.sh"),)  # the command that trains
+CHECK_ALONE = ("env", "BANKRUN_CHECK_ALONE=1")  # launch/start.py's: no rank
 OWN = ("seed", "log_dir", "run_id", "resume")  # options that the race gives
 ENDS = (".trace.json", "", ".txt")  # of what a run leaves: its trace, the folder of its checkpoints, its log
+GOES_ON = "The same command goes on from there"
 ADVICE = {  # by a run's code, where it would end so again
     0: "So would the next: mend the script, and begin anew, with another --logs",
-    1: "Mend what it says above, if anything: the same command goes on from there",
+    1: "Mend what it says above, if anything: the same command goes on from there; other sources are a race of another --logs",
     2: "Mend what it says above: then the same command goes on; other options or sources are a race of another --logs",
 }
 PART_OF_IT = re.compile(r"seed\d+(?:\.cut\d+)?\.txt")
@@ -207,6 +209,22 @@ def run_to_its_end(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def start(script: Path, name: str, log: Path, options: list[str], check_alone: bool = False) -> RunLog:
+    """The script's run, or only what its start checks; its log, without a fault. Raises RaceError, SystemExit after a signal."""
+    seed = log.stem.removeprefix("seed")
+    own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id={log.stem}"]
+    code = run_to_its_end([*CHECK_ALONE * check_alone, *RUN, str(script), *options, *own])
+    found = read_log(log) if log.exists() else RunLog(log, fault="it left no log")
+    if code - 128 in {*signal.Signals}:
+        by = signal.Signals(code - 128).name
+        tool.end(f"race.py: {name}, seed {seed}: ended by {by}. {GOES_ON}", code)
+    if code or (found.fault and not check_alone):
+        why = f"ended with code {code}" if code else f"ended well, but its log: {clean(found.fault, one_line=True)}"
+        advice = "Mend what it says above: then the same command begins" if check_alone else ADVICE.get(code, GOES_ON)
+        raise RaceError(f"{name}, seed {seed}: {why}. {advice}")
+    return found
+
+
 def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> None:
     """Make the runs that are not there. Raises RaceError, OSError."""
     names, now = names_of(scripts), conditions(scripts, options)
@@ -224,22 +242,18 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
                 check_alike(logs)
                 continue
             console(f"race: {clean(f'{log}: {fault}', one_line=True)}: made again")
+        idea = folder / names[1] / "seed0.txt"
+        if i == 1 and not idea.exists():  # the baseline's run would be lost: with other sources the race begins anew
+            console(f"race: {names[1]}: checked before {names[0]}'s first run")
+            set_cut_aside(idea)
+            start(scripts[1], names[1], idea, options, check_alone=True)
         set_cut_aside(log)  # also checkpoints without a log, which no run begins beside
         if differ := differing_conditions(now, conditions(scripts, options)):
             fault = f"changed since the race began: {'; '.join(differ)}"
             raise RaceError(f"{fault}: put them back and start again, or give another --logs")
         begun = time.monotonic()
         console(f"race: run {i} of {2 * count}: {names[which]}, seed {seed}")
-        own = [f"--seed={seed}", f"--log_dir={log.parent}", f"--run_id=seed{seed}"]
-        code = run_to_its_end([*RUN, str(scripts[which]), *options, *own])
-        found = read_log(log) if log.exists() else RunLog(log, fault="it left no log")
-        if code - 128 in {*signal.Signals}:
-            by = signal.Signals(code - 128).name
-            tool.end(f"race.py: {names[which]}, seed {seed}: ended by {by}. The same command goes on from there", code)
-        if code or found.fault:
-            why = f"ended with code {code}" if code else f"ended well, but its log: {clean(found.fault, one_line=True)}"
-            raise RaceError(f"{names[which]}, seed {seed}: {why}. {ADVICE.get(code, 'The same command goes on from there')}")
-        logs[log] = which, found
+        logs[log] = which, start(scripts[which], names[which], log, options)
         check_alike(logs)
         console(f"race: {names[which]}, seed {seed}: {time.monotonic() - begun:.0f} s")
 

@@ -387,11 +387,14 @@ def test_a_checkpoint_that_does_not_serve_is_told_before_the_ranks_start(start, 
     assert (code, started) == (1, ()) and "step_000008.pt: damaged or cut short" in lines[-1]
 
 
-def test_a_good_start_says_what_it_does_and_how_long_it_took(start, shards, tmp_path):
+def test_a_good_start_says_what_it_does_and_how_long_it_took(start, shards, tmp_path, monkeypatch):
     code, lines, (count, command) = start(*options(shards, tmp_path))
     assert (code, count) == (0, 2) and command == [PYTHON, "-u", f"{ROOT / 'train_gpt.py'}", *options(shards, tmp_path)]
     assert re.fullmatch(r"environment: .+, Python [\d.]+, PyTorch \S+, no GPU \([\d.]+ s\)", lines[0])
     assert re.fullmatch(r"settings, data and room are checked; starting 2 ranks \([\d.]+ s\)", lines[1]) and len(lines) == 2
+    monkeypatch.setenv("BANKRUN_CHECK_ALONE", "1")
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (0, ()) and re.fullmatch(r"settings, data and room are checked \([\d.]+ s\)", lines[-1])
 
 
 @pytest.mark.parametrize("console", ["full", "gone", "ascii", "none"])

@@ -25,13 +25,15 @@ from runlog import read_log
 
 # What stands for ./run.sh: script, options; a log of that script at once, slower by its seed, and a line in calls.txt.
 TRAINER = """
-import sys
+import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from made_logs import ENVIRONMENT, make_log, step_lines
 script, options = Path(sys.argv[1]), dict(option[2:].split("=", 1) for option in sys.argv[2:])
 seed, slow = int(options["seed"]), script.stem == "before"
 calls = Path({calls!r})
+if "BANKRUN_CHECK_ALONE" in os.environ:
+    sys.exit(Path({calls!r} + ".refused").exists())
 with open(calls, "a") as file:
     file.write(f"{{script.stem}}{{seed}} {{' '.join(options)}}\\n")
 fails = Path({calls!r} + ".fails")
@@ -83,6 +85,23 @@ def test_runs_alternate_and_are_compared_in_pairs(track, tmp_path, capfd):
     scripts = (f"{tmp_path}/{name}.py" for name in ("before", "after"))
     race.main([*scripts, "1", f"--logs={tmp_path / 'logs'}", "--", "--val_every=0"])
     assert len(calls(tmp_path)) == 6 and "in pairs" in capfd.readouterr().out  # of all that are there
+
+
+def test_an_idea_that_cannot_start_costs_no_run(track, tmp_path, capfd):
+    """The baseline's first run was made before, and made again as the idea was mended, which began another race."""
+    refused = tmp_path / "calls.txt.refused"
+    refused.touch()
+    with pytest.raises(SystemExit, match="after, seed 0: ended with code 1. Mend what it says above: then the same command begins"):
+        track()
+    assert not (tmp_path / "calls.txt").exists()
+    refused.unlink()
+    (tmp_path / "after.py").write_text("x = 'mended'\n")
+    track()
+    assert len(calls(tmp_path)) == 6
+    refused.touch()
+    (tmp_path / "logs" / "before" / "seed0.txt").unlink()
+    track()  # the idea's log stands: nothing is checked, nor set aside
+    assert calls(tmp_path)[6:] == ["before0"] and "race: after: checked before before's first run" in capfd.readouterr().out
 
 
 def test_a_reader_that_has_enough_ends_no_race(track, tmp_path, monkeypatch):
@@ -302,7 +321,7 @@ def test_files_that_no_script_imports_may_come_and_change(track, tmp_path, monke
     track()
     (tmp_path / "more.py").write_text("x = 1\n")
     track()
-    assert len(calls(tmp_path)) == 6 and len((tmp_path / "next_idea.py").read_text().splitlines()) == 6
+    assert len(calls(tmp_path)) == 6 and len((tmp_path / "next_idea.py").read_text().splitlines()) == 7
 
 
 def test_a_module_of_a_tools_name_is_watched_with_what_it_imports(tmp_path):
@@ -378,7 +397,8 @@ def test_a_source_that_changes_ends_the_race(track, tmp_path, monkeypatch):
     real = race.run_to_its_end
 
     def edits(command):
-        (tmp_path / "after.py").write_text("x = 3\n")
+        if command[0] != "env":
+            (tmp_path / "after.py").write_text("x = 3\n")
         return real(command)
 
     monkeypatch.setattr(race, "run_to_its_end", edits)
@@ -394,7 +414,7 @@ def test_a_run_on_other_data_ends_the_race(track, tmp_path, monkeypatch, after):
 
     def then_other_data(command):
         code = real(command)
-        if calls(tmp_path)[-1] == after:
+        if command[0] != "env" and calls(tmp_path)[-1] == after:
             data.write_text("0000000b")
         return code
 
@@ -465,5 +485,5 @@ def test_a_run_that_ends_with_a_code_that_is_no_signals_is_told(tmp_path, monkey
     for script in scripts:
         script.write_text("")
     monkeypatch.setattr(race, "conditions", lambda *_: {})
-    with pytest.raises(race.RaceError, match="a, seed 0: ended with code 255"):
+    with pytest.raises(race.RaceError, match="b, seed 0: ended with code 255"):
         race.race(scripts, 1, tmp_path / "logs", [])
