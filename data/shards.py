@@ -275,9 +275,14 @@ def check_plain(path: Path) -> bool:
     return True
 
 
+def open_at_once(path: Path) -> BinaryIO:
+    """To be read, without a wait for who writes into a FIFO."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
 def read_regular(path: Path) -> bytes:
     """A regular file. Raises OSError for a device or a FIFO, which may never end; one of /proc, which may wait, is empty."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open_at_once(path) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", f"{path}")

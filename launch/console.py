@@ -83,6 +83,13 @@ def not_empty(meaning: str) -> Callable[[str], str]:
     return text
 
 
+def boolean(text: str) -> bool:
+    """An argparse type."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "1")
+
+
 def guard_console() -> None:
     """Let stdin, stdout and stderr lead nowhere where they are closed: the next file would take their numbers."""
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:

@@ -33,9 +33,9 @@ def compare(groups: list[Group], target: float, pairs: bool = False) -> list[dic
         if alone := len(groups[0].runs) - len(baseline.runs):
             rows[-1]["notes"] = [*group.notes, f"{plural(alone, 'run')} of {baseline.name} without a partner: not compared"]
     for what in ("time", "loss", "equal"):
-        corrected = t_tests.holm([row[f"{what}_p"] for row in rows[1:]])
-        for row, p in zip(rows[1:], corrected, strict=True):
-            row[f"{what}_p_holm"] = p
+        each = [row[f"{what}_p"] for row in rows[1:]]
+        for row, p in zip(rows[1:], t_tests.holm(each), strict=True):
+            row |= {f"{what}_p_holm": p, f"{what}_tests": sum(not math.isnan(x) for x in each)}
     for row in rows:
         row["title"], row["sentences"] = title(row), sentences(row, rows[0], target, len(rows) - 1)
         row["verdict"] = f"{row['title']}: {'; '.join(row['sentences'])}."
@@ -228,8 +228,8 @@ def sentences(row: dict, baseline: dict, target: float, ideas: int) -> list[str]
     """Time and loss against the baseline, time at equal loss, loss against the target."""
     said = []
     if row is not baseline:
-        said = [about_time(row, ideas), about_loss(row, ideas)]
-        said += filter(None, [about_equal_loss(row, ideas)])
+        said = [about_time(row, ideas), about_loss(row)]
+        said += filter(None, [about_equal_loss(row)])
     return [*said, about_target(row, target)]
 
 
@@ -237,24 +237,24 @@ def about_time(row: dict, ideas: int) -> str:
     if row["times_do_not_compare"]:
         return f"times not comparable: {row['times_do_not_compare']}"
     share = f" ({abs(row['time_difference']) / row['baseline_time_mean']:.2%})" if row["baseline_time_mean"] > 0 else ""
-    said = tested(row, "time", ("faster", "slower", "be faster or slower"), 3, " s", share, ideas)
+    said = tested(row, "time", ("faster", "slower", "be faster or slower"), 3, " s", share)
     return f"{said}; {enough(row['time_needs'], row, ideas)}" if said.startswith("not shown") else said
 
 
-def about_loss(row: dict, ideas: int) -> str:
-    return tested(row, "loss", ("loss lower", "loss higher", "have another loss"), 5, "", "", ideas)
+def about_loss(row: dict) -> str:
+    return tested(row, "loss", ("loss lower", "loss higher", "have another loss"), 5, "", "")
 
 
-def tested(row: dict, what: str, words: tuple[str, str, str], digits: int, unit: str, share: str, ideas: int) -> str:
+def tested(row: dict, what: str, words: tuple[str, str, str], digits: int, unit: str, share: str) -> str:
     """A difference and its test. words: for below 0, for above, for what is not shown; share: the difference in per cent."""
-    difference, p = row[f"{what}_difference"], row[f"{what}_p_holm"]
+    difference, p, tests = row[f"{what}_difference"], row[f"{what}_p_holm"], row[f"{what}_tests"]
     word, size = words[difference > 0], f"by {abs(difference):.{digits}f}{unit}{share}"
     if math.isnan(p):
         alike = "all pairs differ by as much" if row["pairs"] else "the runs do not differ at all (one seed?)"
         why = "it takes two runs of each at least" if row["fewest"] < 2 else alike
         same = f"the same {'time' if what == 'equal' else what}"
         return f"{f'{word} {size}' if difference else same}, but no test: {why}"
-    tail = f"p = {figure(p)}{f' (Holm, {ideas} ideas)' if ideas > 1 else ''}{', in pairs' if row['pairs'] else ''}"
+    tail = f"p = {figure(p)}{f' (Holm, {tests} ideas)' if tests > 1 else ''}{', in pairs' if row['pairs'] else ''}"
     low, high = row[f"{what}_low"], row[f"{what}_high"]
     if p < P:
         low, high = sorted((abs(low), abs(high)))
@@ -264,7 +264,7 @@ def tested(row: dict, what: str, words: tuple[str, str, str], digits: int, unit:
     return f"not shown to {words[2]}: {difference:+.{digits}f}{unit}, {interval}, {tail}"
 
 
-def about_equal_loss(row: dict, ideas: int) -> str:
+def about_equal_loss(row: dict) -> str:
     """What the difference in loss is worth in steps and seconds, and the times at equal loss; "" if it is not defined."""
     equal: EqualLoss | None = row["equal_loss"]
     if equal is None:
@@ -275,7 +275,7 @@ def about_equal_loss(row: dict, ideas: int) -> str:
             f"the last {equal.over})")  # fmt: skip
     if equal.far:
         return f"{said}: no test, as that is too far along a straight line"
-    tests = tested(row, "equal", ("faster", "slower", "be faster or slower"), 3, " s", "", ideas) if equal.time else ""
+    tests = tested(row, "equal", ("faster", "slower", "be faster or slower"), 3, " s", "") if equal.time else ""
     return f"{said}: {tests}" if tests else said
 
 

@@ -13,18 +13,19 @@ import hashlib
 import io
 import math
 import os
+import pickle
 import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.shards import drop_leftovers, stored, whole_file
+from data.shards import drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
 from launch.nests import check_tree, differences, leaves, map_tensors, non_finite
 from runtime.log import RULE, same_run
@@ -39,7 +40,8 @@ class CheckpointError(ValueError):
 
 
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
-    """Save, then delete all checkpoints but this and the last `keep` - 1 before it. Raises OSError; they are then untouched."""
+    """Save, then delete all of the run but this and the last `keep` - 1 before it. Raises OSError; they are then untouched.
+    saved: its first two items are run_id and step, by which a later save knows the file."""
     torch.save(map_tensors(lambda x: x, saved), buffer := io.BytesIO())  # NumPy's numbers could not be read
     payload = buffer.getbuffer()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,13 +69,11 @@ def checkpoints(folder: Path, run: str = ".") -> list[Path]:
     return sorted(found, key=lambda path: (written.get(path.parent, 0), path.parent, step_of(path)), reverse=True)
 
 
-def open_at_once(path: Path) -> BinaryIO:  # no wait for who writes into a FIFO
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-
-
-def is_ours(path: Path) -> bool:  # by its first bytes: an idea may give files of its own such names
+def is_ours(path: Path) -> bool:
+    """Does it begin as that of its folder's run, of its name's step? Others may lie there: an idea's file, another run's."""
+    begins = pickle.dumps({"run_id": path.parent.name, "step": step_of(path)}, 2)[:-2]  # as torch.save pickles; more follows
     with contextlib.suppress(OSError), open_at_once(path) as file:
-        return file.read(len(MAGIC)) == MAGIC
+        return (first := file.read(4096)).startswith(MAGIC) and begins in first
     return False
 
 

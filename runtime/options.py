@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, get_type_hints
 
-from launch.console import OptionParser, RunError, not_empty
+from launch.console import OptionParser, RunError, boolean, not_empty
 
 # Settings that say what is written, and where: they do not make another run.
 OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "trace_steps"})
@@ -67,9 +67,3 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
     if other := [x for x, value in vars(dataclasses.replace(found)).items() if f"{value!r}" != f"{getattr(found, x)!r}"]:
         raise RunError(f"the setting {other[0]} changes when settings are copied, as by __post_init__: derive it where it is used")
     return found
-
-
-def boolean(text: str) -> bool:  # argparse type
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() in ("true", "1")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from data.loader import FetchedAhead
 from data.shards import lock_run, unlock_run
-from launch.console import RunError, Stopped, encoded, tell
+from launch.console import AgreedError, RunError, Stopped, encoded, tell
 from launch.machine import apart, checksum, checksums, peak_memory
 from launch.nests import differences, map_tensors, non_finite
 from launch.signals import FAULT, Signals, while_saving
@@ -196,7 +196,7 @@ class Run:
             if kinds := kinds or self.manager.contradictions(state, step):
                 raise ValueError(f"{'; '.join(kinds[:3])}: updates must keep initial_state's kinds; stopped, not saved")
             s, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
-            saved = {"step": step, "seconds": self.clock.before, "run_id": s.run_id, "log": log, "shards": self.shards}
+            saved = {"run_id": s.run_id, "step": step, "seconds": self.clock.before, "log": log, "shards": self.shards}
             course = {"tokens": self.tokens_done, **self.manager.ticks(step)}
             saved |= {"hyperparameters": dataclasses.asdict(s), "sources": self.logged, "course": course, "state": state}
             try:
@@ -225,6 +225,10 @@ class Run:
 
     def finish(self, sample: Callable[[], str] | None = None) -> None:
         """The log's last lines, and a sample, if any, which no rank waits for. Raises RunError if something is lost."""
+        self._write_pending()
+        if self.tokens_done < self.tokens:  # as by a break
+            end = f"the end of step {self.total}/{self.total}"
+            raise AgreedError(f"train() has left its loop before {end}: the log is cut short")
         self.signals.in_training, lost = False, self.at_end()
         self.log.write(peak_memory(self.ranks.device), console=True)
         if sample and self.ranks.first:

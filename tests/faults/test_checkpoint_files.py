@@ -25,7 +25,7 @@ END = "step_000008.pt"
 
 def save(folder: Path, *steps: int, keep: int = 99) -> None:
     for step in steps:
-        write_checkpoint(folder / f"step_{step:06d}.pt", {"step": step}, keep)
+        write_checkpoint(folder / f"step_{step:06d}.pt", {"run_id": folder.name, "step": step}, keep)
 
 
 def names(folder: Path) -> list[str]:
@@ -52,7 +52,7 @@ def test_the_latest_of_a_run_is_that_of_the_last_step_whatever_the_files_times(t
     save(tmp_path / "a", 9, 10, 1_000_000)
     for age, name in enumerate(("step_1000000.pt", "step_000009.pt", "step_000010.pt")):
         os.utime(tmp_path / "a" / name, (10**9 + age, 10**9 + age))
-    assert find_checkpoint("latest", f"{tmp_path}", run)[1] == {"step": 1_000_000}
+    assert find_checkpoint("latest", f"{tmp_path}", run)[1]["step"] == 1_000_000
 
 
 def test_of_several_runs_the_one_that_wrote_last_has_the_latest(tmp_path):
@@ -96,7 +96,7 @@ def test_what_is_no_checkpoint_is_refused_before_it_is_read(tmp_path, capsys, ca
     make(path)
     with pytest.raises(CheckpointError, match=f"step_000008.pt: {why}"):
         read_checkpoint(path)
-    assert find_checkpoint("latest", f"{tmp_path}", "a")[1] == {"step": 7}
+    assert find_checkpoint("latest", f"{tmp_path}", "a")[1]["step"] == 7
     assert re.search(f"passed over .*step_000008.pt: {why}", capsys.readouterr().err)
 
 
@@ -113,7 +113,7 @@ def test_what_is_passed_over_is_told_once(tmp_path, capsys, monkeypatch):
 def test_a_copy_under_a_later_steps_name_is_no_later_step(tmp_path, capsys):
     save(tmp_path / "a", 3, 7)
     shutil.copy(tmp_path / "a" / "step_000003.pt", tmp_path / "a" / "step_000009.pt")
-    assert find_checkpoint("latest", f"{tmp_path}", "a")[1] == {"step": 7}
+    assert find_checkpoint("latest", f"{tmp_path}", "a")[1]["step"] == 7
     assert "step_000009.pt: holds step 3" in capsys.readouterr().err
 
 
@@ -255,7 +255,7 @@ def test_an_empty_file_of_a_later_step_costs_no_checkpoint(tmp_path):
     save(tmp_path / "a", 7)
     (tmp_path / "a" / "step_999999.pt").touch()
     save(tmp_path / "a", 8, keep=1)
-    assert find_checkpoint("latest", f"{tmp_path}", "a")[1] == {"step": 8}
+    assert find_checkpoint("latest", f"{tmp_path}", "a")[1]["step"] == 8
 
 
 def test_files_of_an_idea_beside_the_checkpoints_stay(tmp_path):
@@ -276,6 +276,16 @@ def test_so_do_those_with_a_checkpoints_name(tmp_path):
     os.mkfifo(tmp_path / "a" / "step_000009.pt")
     save(tmp_path / "a", 8, keep=2)
     assert names(tmp_path / "a") == [f"step_{step:06d}.pt" for step in (2, 3, 4, 5, 6, 7, 8, 9)]
+
+
+def test_so_do_checkpoints_of_another_run_and_copies(tmp_path):
+    """One that was put aside there under a later step's name was deleted, without a word."""
+    save(tmp_path / "b", 1, 4)
+    save(tmp_path / "a", 1, 2, 3)
+    for old, new in (("b/step_000004.pt", "step_000100.pt"), ("b/step_000001.pt", "step_000001.pt"), ("a/step_000002.pt", "step_000050.pt")):
+        shutil.copy(tmp_path / old, tmp_path / "a" / new)
+    save(tmp_path / "a", 4, keep=1)
+    assert names(tmp_path / "a") == [f"step_{step:06d}.pt" for step in (1, 4, 50, 100)]
 
 
 def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, capsys, monkeypatch):

@@ -620,7 +620,7 @@ def test_a_bug_in_the_loop_keeps_its_traceback(shards, tmp_path, monkeypatch, pl
     assert caught.value is bug and caught.traceback[-1].name == "broken"
 
 
-@pytest.mark.parametrize("leave", ["return", "raise SystemExit(0)", "raise SystemExit(256)", "raise SystemExit('diverged')"])
+@pytest.mark.parametrize("leave", ["return", "break", "raise SystemExit(0)", "raise SystemExit(256)", "raise SystemExit('diverged')"])
 def test_a_train_that_returns_early_ends_no_run_well(shards, tmp_path, monkeypatch, capsys, no_warm_up, leave):
     """Of a copy whose loop is left: its log has no last line, so its code is not 0."""
 
@@ -630,8 +630,10 @@ def test_a_train_that_returns_early_ends_no_run_well(shards, tmp_path, monkeypat
     with pytest.raises(SystemExit) as ended:
         main(options(shards, tmp_path))
     assert ended.value.code == 1 and not is_whole(tmp_path / "logs" / "run.txt")
-    by = leave.replace("raise SystemExit", " by sys.exit") if leave != "return" else ""
+    by = leave.replace("raise SystemExit", " by sys.exit") if "raise" in leave else ""
     said = f"error: rank 0's train() has ended{by} without run.finish(): the log lacks its last line\n"
+    if leave == "break":
+        said = "error: train() has left its loop before the end of step 8/8: the log is cut short\n"
     assert capsys.readouterr().err.endswith(said)
     assert not (tmp_path / "logs" / "run.lock").exists()
 

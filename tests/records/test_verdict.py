@@ -213,6 +213,8 @@ def test_a_cpu_of_other_instructions_is_another_machine(tmp_path):
     rows = verdict.compare([a, b, c, same], 3.28)
     differ = "different machines (CPU instructions AVX512 and AVX2)"
     assert [row["times_do_not_compare"] for row in rows[1:]] == [differ, "", ""]
+    assert [row["verdict"].count("(Holm, 2 ideas)") for row in rows[1:]] == [0, 2, 2]  # times, also at equal loss
+    assert [row["verdict"].count("(Holm, 3 ideas)") for row in rows[1:]] == [1, 1, 1]  # and the losses of all
     told = [any("multiplied otherwise than a (bf16" in caution for caution in row["cautions"]) for row in rows[1:]]
     assert told == [False, True, False]
 

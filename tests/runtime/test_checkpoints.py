@@ -561,7 +561,7 @@ def test_fifty_kills_at_random_moments_of_a_save_lose_nothing(tmp_path):
         step = int(reports.read_text().split()[-1]) + 1 if reports.stat().st_size else 1
         with open(reports, "a", buffering=1) as file:
             while True:
-                write_checkpoint(folder / f"step_{step:06d}.pt", {"step": step, **payload}, keep=2)
+                write_checkpoint(folder / f"step_{step:06d}.pt", {"run_id": "run", "step": step, **payload}, keep=2)
                 print(step, file=file)
                 step += 1
 
@@ -579,7 +579,7 @@ def test_fifty_kills_at_random_moments_of_a_save_lose_nothing(tmp_path):
         assert exit_code(child) == -signal.SIGKILL
         in_a_save += any(folder.glob("*.tmp"))
         saved = read_checkpoint(checkpoints.checkpoints(folder)[0])
-        assert unequal({**saved, "step": 0}, {"step": 0, **payload}) == []
+        assert unequal({**saved, "step": 0}, {"run_id": "run", "step": 0, **payload}) == []
         assert saved["step"] >= int(reports.read_text().split()[-1])
         assert len(checkpoints.checkpoints(folder)) in (2, 3) or saved["step"] < 3
     assert in_a_save >= 5, f"only {in_a_save} of the kills met a file in the making"
