@@ -147,6 +147,8 @@ def sample(
         checkpoints.check_recipe(place, saved, trainer.PARAM_TABLE)  # says more
         checkpoints.raise_if(place, faults)
     ranks = Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if ranks.device.type == "cpu" and hasattr(trainer, "use_cpu"):  # products as in the run, whose weights they are
+        trainer.use_cpu()
     h = trainer.Hyperparameters(**{**settings, "compile": False})
     h.check(ranks.world_size)
     manager = trainer.build(h, ranks)

@@ -423,6 +423,7 @@ CHANGES = {  # by file: what, tests, old, new
          "faults/environment::test_threads_are_told_to_wait_asleep_before_pytorch_loads", 'os.environ.pop("OMP_DYNAMIC", None)', "pass"),
     ),
     "launch/console.py": (
+        ("true is false", "runtime/options", 'return text.lower() in ("true", "1")', 'return text.lower() in ("true",)'),
         ("a slow reader of a non-blocking pipe gets a part", "faults/tools::test_a_slow_reader_of_a_pipe_that_waits_for_nobody_gets_all",
          "os.set_blocking(number, True)", "pass"),
         ("what a thread of an idea still writes is lost", "faults/running::test_what_aborts_an_ending_interpreter_ends_no_finished_run",
@@ -621,6 +622,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if foreign := self in sys.meta_path and", "if foreign := None and"),
     ),
     "launch/start.py": (
+        ("an empty argument is an option", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
+         'if not empty and ("=" in before', 'if False and ("=" in before'),
         ("a check alone starts the ranks", "faults/start::test_a_good_start_says_what_it_does_and_how_long_it_took",
          "0 if CHECK_ALONE in os.environ else Ranks", "Ranks"),
         ("validation's logits take no memory", "faults/start::test_a_large_vocabulary_counts",
@@ -752,6 +755,8 @@ CHANGES = {  # by file: what, tests, old, new
          'faults + [f"state.{name} is not finite" for name in non_finite(state)]', "faults"),
         ("an idea's files with a checkpoint's name are deleted",
          "faults/checkpoint_files::test_so_do_those_with_a_checkpoints_name", " and is_ours(old)]", "]"),
+        ("another run's checkpoint is deleted", "faults/checkpoint_files::test_so_do_checkpoints_of_another_run_and_copies",
+         " and begins in first", ""),
         ("pending gradients of other ranks are dropped", "runtime/checkpoints::test_a_checkpoint_serves_any_number_of_ranks",
          'range(ranks.rank, len(whole["partial"]), ranks.world_size)', "range(ranks.rank, ranks.rank + 1)"),
         ("a rank takes the first rows of a shard", "runtime/checkpoints::test_a_checkpoint_serves_any_number_of_ranks",
@@ -789,7 +794,6 @@ CHANGES = {  # by file: what, tests, old, new
          "not least <= value < 2**32:", "not least <= value < 2**40:"),
         ("settings change with each copy", "runtime/options::test_settings_that_change_when_they_are_copied_are_refused",
          '!= f"{getattr(found, x)!r}"]', '== ""]'),
-        ("true is false", "runtime/options", 'return text.lower() in ("true", "1")', 'return text.lower() in ("true",)'),
     ),
     "runtime/ranks.py": (
         ("ranks wait for a first one that writes", "runtime/joining::test_the_others_meet_a_first_rank_that_takes_long",
@@ -801,6 +805,10 @@ CHANGES = {  # by file: what, tests, old, new
          "for x in {**first, **found} if", "for x in found if"),
     ),
     "runtime/run.py": (
+        ("a loop that a break has left ends well", "faults/running::test_a_train_that_returns_early_ends_no_run_well",
+         "if self.tokens_done < self.tokens:", "if False:"),
+        ("a run under way is another run's log", "faults/start::test_a_run_under_way_is_told_as_such",
+         '        check_free(Path(s.log_dir, f"{run_id}.lock"))\n', ""),
         ("the model of a run that has ended stays", "runtime/run::test_the_model_of_an_earlier_run_is_given_back",
          "        gc.unfreeze()  # for", "        pass  # for"),
         ("a loss of finite weights goes on", "runtime/trouble::test_a_loss_of_weights_that_are_finite_and_too_large_says_so",
@@ -852,6 +860,8 @@ CHANGES = {  # by file: what, tests, old, new
          'x!a} {text[-8:]}"', 'x!a} {text[:8]}"'),
     ),
     "sample.py": (
+        ("a sample's products are not the run's", "runtime/sample::test_a_checkpoint_writes_text",
+         "        trainer.use_cpu()\n", "        pass\n"),
         ("a NUL that a model writes ends the log", "runtime/sample::test_a_log_holds_no_nul_of_a_sample",
          '.replace("\\0", "\\\\x00")', ""),
         ("the smallest nucleus holds nothing",
@@ -1043,8 +1053,10 @@ CHANGES = {  # by file: what, tests, old, new
     "records/verdict.py": (
         ("faster is slower", "records/verdict", 'words[difference > 0], f"by', 'words[difference < 0], f"by'),
         ("p-values of several ideas as they are", "records/verdict",
-         'corrected = t_tests.holm([row[f"{what}_p"] for row in rows[1:]])',
-         'corrected = [row[f"{what}_p"] for row in rows[1:]]'),
+         "zip(rows[1:], t_tests.holm(each), strict=True)",
+         "zip(rows[1:], each, strict=True)"),
+        ("tests that there are not are counted among Holm's", "records/verdict::test_a_cpu_of_other_instructions_is_another_machine",
+         "sum(not math.isnan(x) for x in each)", "len(each)"),
         ("other tokens compare", "records/verdict", "    if shards := other_tokens(", "    if shards := [] and other_tokens("),
         ("times of different machines compare", "records/verdict",
          "return f\"different machines ({', '.join(differ)})\" if differ else \"\"", 'return ""'),

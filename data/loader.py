@@ -487,6 +487,6 @@ def check_data(
     over = "over " if counted < steps else ""
     raise DataError(
         f"{train_pattern(folder)}: {steps} steps need {over}{needed:,} tokens and what document cuts drop, each step's from "
-        f"one shard; the shards here ({len(train)}) hold {present:,} usable ones, enough for {fed} steps: add shards, or lower "
+        f"one shard; the shards here ({len(train)}) hold {present:,} usable ones, used up in step {fed + 1}: add shards, or lower "
         f"--num_scheduled_iterations or --batch_unit"
     )

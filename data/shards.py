@@ -392,6 +392,9 @@ def open_lock(path: Path, mode: str = "ab") -> BinaryIO:
     return file
 
 
+UNDER_WAY = "run {} is under way in another process, which holds {}: wait for its end"
+
+
 def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
     """The file at path, locked until it is closed or the process ends; its folders are made. Raises ValueError if another process
     has it."""
@@ -407,13 +410,22 @@ def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"run {path.stem} is under way in another process, which holds {path}: wait for its end") from None
+            raise ValueError(UNDER_WAY.format(path.stem, path)) from None
         except OSError as error:  # a network file system without locks
             tell(f"{path} cannot be locked, {error.strerror}: start no second process on this run")
         if os.fstat(file.fileno()).st_nlink:
             _made_for[file] = made
             return file
         file.close()  # its holder has just ended, and deleted it
+
+
+def check_free(path: Path) -> None:
+    """Raise ValueError if another process has the run's lock at path: lock_run's message, where none is to be held yet."""
+    with contextlib.suppress(OSError), open_at_once(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(UNDER_WAY.format(path.stem, path)) from None
 
 
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)  # by this process: the errors that say so

@@ -231,6 +231,9 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     other = os.environ.get("SCRIPT", "")
     if not named and other.endswith(".py") and Path(other).name != "train_gpt.py":  # the project's own would run in its place
         raise LaunchError(f"SCRIPT={other} is for ./test.sh alone: name the script first, or unset it: ./run.sh {other}", 2)
+    for before, empty in itertools.pairwise(["", *given]):
+        if not empty and ("=" in before or not before.startswith("-")):
+            raise LaunchError("an argument is empty: is a shell variable not set?", 2)
     for before, late in itertools.pairwise(["", *options]):  # the value of an option before it, it may be
         if late.endswith(".py") and not late.startswith("-") and ("=" in before or not before.startswith("-")):
             raise LaunchError(f"{late} comes after {before or first}: one script, before all options", 2)

@@ -139,7 +139,8 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
             file.write(b"probe")
         left = sum(x.lstat().st_blocks * 512 for x in folder.glob("step_*.pt.tmp"))  # by a killed save: the next drops it
         if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free + left):
-            fault = f"{files} checkpoints need {size:,} bytes, {free:,} are free: make room or lower --keep_checkpoints"
+            advice = "lower --keep_checkpoints" if keep > 1 else "give another --log_dir"
+            fault = f"{files} checkpoints need {size:,} bytes, {free:,} are free: make room or {advice}"
     except OSError as error:  # a full disk names no file
         fault = f"cannot be written: {reason(error)}: see to it, or give another --log_dir"
     for made in new:

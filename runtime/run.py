@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from data.loader import FetchedAhead
-from data.shards import lock_run, unlock_run
+from data.shards import check_free, lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
 from launch.machine import apart, checksum, checksums, peak_memory
 from launch.nests import differences, map_tensors, non_finite
@@ -270,6 +270,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> None:
         checkpoints.check_fits(path, saved, settings, script.check_shards(s).shards, manager)
         run_id, first = run_id or saved["run_id"], saved["step"]
     if run_id:
+        check_free(Path(s.log_dir, f"{run_id}.lock"))
         check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s)
     folder, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(1)
     checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, len(saved_steps(s, first)))

@@ -396,14 +396,14 @@ def test_the_check_passes_what_the_loader_can_serve_to_the_last_step_and_no_more
         for _ in generator(folder, batch_tokens, 64, micro_batches=8, vocab_size=200):
             served += 1
     check(folder, steps=served // 8)
-    with pytest.raises(DataError, match=rf"{served // 8 + 1} steps need .* enough for {served // 8} steps"):
+    with pytest.raises(DataError, match=rf"{served // 8 + 1} steps need .* used up in step {served // 8 + 1}"):
         check(folder, steps=served // 8 + 1)
 
 
 def test_too_little_data_is_an_error_before_training_that_names_both_numbers(folder):
     write(folder, documents([40] * 30))
     needed = 2 * 16 * (8 + 16 + 24) + 2 * 24 * 16
-    expected = rf"8 steps need {needed:,} tokens .* the shards here \(1\) hold 1,200 usable ones, enough for \d steps: add"
+    expected = rf"8 steps need {needed:,} tokens .* the shards here \(1\) hold 1,200 usable ones, used up in step \d: add"
     with pytest.raises(DataError, match=expected):
         check(folder)
 
@@ -416,7 +416,7 @@ def test_far_too_little_data_is_told_before_all_steps_are_counted(folder):
         asked.append(step)
         return batch_tokens(0)
 
-    with pytest.raises(DataError, match=r"1000000 steps need over [\d,]+ tokens .* enough for \d+ steps: add"):
+    with pytest.raises(DataError, match=r"1000000 steps need over [\d,]+ tokens .* used up in step \d+: add"):
         check(folder, steps=10**6, batch_tokens=tokens)
     assert max(asked) < 20_000
 

@@ -336,6 +336,12 @@ def test_folders_that_have_no_room_are_left_as_they_were(tmp_path, monkeypatch, 
     assert [*tmp_path.rglob("*")] == before
 
 
+def test_fewer_than_one_checkpoint_are_no_advice(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(OSError, match="2 checkpoints need .* make room or give another --log_dir$"):
+        checkpoints.check_room(tmp_path, {}, 1, 1, 8)
+
+
 def test_files_with_a_checkpoints_name_make_no_room(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step_000001.pt").write_bytes(b"an idea's")

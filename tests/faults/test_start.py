@@ -1,13 +1,14 @@
 """A mistake before the ranks start is one message within seconds; a rank's end is one message and the run's exit code."""
 
 import errno
+import fcntl
 import io
 import importlib.util
 import os
 import re
 import resource
-import shutil
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,6 +103,7 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "ranks by name": ("", {"RANKS": "abc"}, "RANKS=abc: must be a whole number from 1 on", 2),
     "half a rank": ("", {"RANKS": "1.5"}, "RANKS=1.5: must be a whole number from 1 on", 2),
     "more digits than Python reads": ("", {"RANKS": "9" * 5000}, "RANKS=9{20}: must be a whole number from 1 on", 2),
+    "an empty argument": ("--seed=3 ''", {}, "an argument is empty: is a shell variable not set?", 2),
     "a script for the tests": (
         "", {"SCRIPT": "ideas/idea.py"},
         "SCRIPT=ideas/idea.py is for ./test.sh alone: name the script first, or unset it: ./run.sh ideas/idea.py$", 2,
@@ -118,7 +120,7 @@ def test_a_mistake_is_one_message_before_any_rank_starts(start, shards, tmp_path
     arguments, variables, message, code = MISTAKES[case]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found, lines, started = start(*options(shards, tmp_path), *arguments.split())
+    found, lines, started = start(*options(shards, tmp_path), *shlex.split(arguments))
     assert (found, started) == (code, ()), lines
     errors = [line for line in lines if re.search(f": error: .*{message}", line)]
     assert len(errors) == 1 and lines[-1] == errors[0] and len(lines) <= 5, lines
@@ -385,6 +387,17 @@ def test_a_checkpoint_that_does_not_serve_is_told_before_the_ranks_start(start, 
     path.write_bytes(path.read_bytes()[:-1])
     code, lines, started = start(*options(shards, tmp_path, resume=path))
     assert (code, started) == (1, ()) and "step_000008.pt: damaged or cut short" in lines[-1]
+
+
+def test_a_run_under_way_is_told_as_such(start, shards, tmp_path):
+    """The same command in a second terminal: it was told to move the log."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.txt").write_text("a log\n")
+    with open(tmp_path / "logs" / "run.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, lines, started = start(*options(shards, tmp_path))
+    message = f"run run is under way in another process, which holds {tmp_path}/logs/run.lock: wait for its end"
+    assert (code, started) == (1, ()) and lines[-1].endswith(message)
 
 
 def test_a_good_start_says_what_it_does_and_how_long_it_took(start, shards, tmp_path, monkeypatch):

@@ -43,6 +43,7 @@ def test_a_checkpoint_writes_text(logs, capsys):
         assert printed.err == ""
         texts.append(printed.out)
     assert texts[0] == texts[1] == texts[2] and texts[0].startswith("def ⟫") and len(texts[0]) > 8
+    assert triton_kernels.cpu  # as in a run: with bf16 operands, where the CPU has units for them, or the text is another
 
 
 def test_other_source_than_the_checkpoints_is_told(logs, tmp_path, capsys):
