@@ -419,6 +419,19 @@ def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
         file.close()  # its holder has just ended, and deleted it
 
 
+def still_locked(file: BinaryIO) -> BinaryIO:
+    """What lock_run gave, or a new one where the file was deleted, as if it were stale. Raises ValueError if another process has
+    that."""
+    if os.fstat(file.fileno()).st_nlink:
+        return file
+    try:
+        again = lock_run(Path(file.name), str)
+    except OSError:  # what writes there will say so
+        return file
+    file.close()
+    return again
+
+
 def check_free(path: Path) -> None:
     """Raise ValueError if another process has the run's lock at path: lock_run's message, where none is to be held yet."""
     with contextlib.suppress(OSError), open_at_once(path) as file:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from data.loader import FetchedAhead
-from data.shards import check_free, lock_run, unlock_run
+from data.shards import check_free, lock_run, still_locked, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
 from launch.machine import apart, checksum, checksums, peak_memory
 from launch.nests import differences, map_tensors, non_finite
@@ -190,6 +190,7 @@ class Run:
         path, state = self.folder / f"step_{step:06d}.pt", checkpoints.whole_state(self.manager, self.ranks)
 
         def write() -> str:
+            self.locks[:] = map(still_locked, self.locks)
             if bad := non_finite(state):
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
             kinds = differences({**state, "partial": {}}, {**self.layout, "partial": {}}, "state.")
@@ -227,8 +228,7 @@ class Run:
         """The log's last lines, and a sample, if any, which no rank waits for. Raises RunError if something is lost."""
         self._write_pending()
         if self.tokens_done < self.tokens:  # as by a break
-            end = f"the end of step {self.total}/{self.total}"
-            raise AgreedError(f"train() has left its loop before {end}: the log is cut short")
+            raise AgreedError(f"train() has left its loop before it made step {self.total}/{self.total}: the log is cut short")
         self.signals.in_training, lost = False, self.at_end()
         self.log.write(peak_memory(self.ranks.device), console=True)
         if sample and self.ranks.first:

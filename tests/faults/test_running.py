@@ -34,7 +34,7 @@ from common import (
     ROOT, SCRIPT, children, ends_with, exit_code, forked, lines_of, options, run_fresh, started, text_of, tiny_settings, torchrun,
     unequal, wait_until,
 )  # fmt: skip
-from data import loader
+from data import loader, shards as shards_module
 from data.loader import FetchedAhead
 from data.shards import READERS, DataError, hold_shards, lock_run, open_lock, read_shard, without_readers, write_shard
 from runtime.checkpoints import read_checkpoint
@@ -324,6 +324,31 @@ def test_a_closed_terminal_ends_a_run_like_sigterm_but_not_after_nohup(shards, t
 
 # -----------------------------------------------------------------------------
 # Two processes, one run
+
+
+@pytest.mark.parametrize("there", ["nothing", "a folder that takes none", "another process"])
+def test_a_lock_that_was_deleted_is_taken_again(shards, tmp_path, capsys, monkeypatch, no_warm_up, there):
+    """As if it were stale, by who reads that its run is under way. Both trained on, each writing the log of both."""
+    path, held = tmp_path / "logs" / "run.lock", []
+
+    def delete() -> None:
+        path.unlink()
+        if there == "another process":
+            held.append(open(path, "wb"))
+            fcntl.flock(held[0], fcntl.LOCK_EX)
+        if there == "a folder that takes none":
+            monkeypatch.setattr(shards_module, "open_lock", lambda _: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
+
+    at_step(monkeypatch, 3, delete)
+    arguments = options(shards, tmp_path, save_every=5)
+    if there == "another process":
+        ends_with(capsys, arguments, f"run run is under way in another process, which holds {path}: wait for its end", code=1)
+        assert path.exists() and not [*tmp_path.glob("logs/run/*.pt")]
+        return
+    seen = []
+    at_step(monkeypatch, 6, lambda: seen.append(path.exists()))
+    main(arguments)
+    assert seen == [there == "nothing"] and not path.exists() and [*tmp_path.glob("logs/run/step_000008.pt")]
 
 
 def test_a_second_process_on_a_run_is_refused_and_a_dead_one_is_not_in_the_way(shards, tmp_path, capsys, no_warm_up):
@@ -633,7 +658,7 @@ def test_a_train_that_returns_early_ends_no_run_well(shards, tmp_path, monkeypat
     by = leave.replace("raise SystemExit", " by sys.exit") if "raise" in leave else ""
     said = f"error: rank 0's train() has ended{by} without run.finish(): the log lacks its last line\n"
     if leave == "break":
-        said = "error: train() has left its loop before the end of step 8/8: the log is cut short\n"
+        said = "error: train() has left its loop before it made step 8/8: the log is cut short\n"
     assert capsys.readouterr().err.endswith(said)
     assert not (tmp_path / "logs" / "run.lock").exists()
 
