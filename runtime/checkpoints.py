@@ -40,8 +40,7 @@ class CheckpointError(ValueError):
 
 
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
-    """Save, then delete all of the run but this and the last `keep` - 1 before it. Raises OSError; they are then untouched.
-    saved: its first two items are run_id and step, by which a later save knows the file."""
+    """Save what begins with run_id and step; then delete all of the run but this and the `keep` - 1 before. Or raise OSError."""
     torch.save(map_tensors(lambda x: x, saved), buffer := io.BytesIO())  # NumPy's numbers could not be read
     payload = buffer.getbuffer()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +70,10 @@ def checkpoints(folder: Path, run: str = ".") -> list[Path]:
 
 def is_ours(path: Path) -> bool:
     """Does it begin as that of its folder's run, of its name's step? Others may lie there: an idea's file, another run's."""
-    begins = pickle.dumps({"run_id": path.parent.name, "step": step_of(path)}, 2)[:-2]  # as torch.save pickles; more follows
+    run = os.fsencode(path.parent.name).decode(errors="replace")  # a new text: pickle writes an object once, were it a key's
     with contextlib.suppress(OSError), open_at_once(path) as file:
-        return (first := file.read(4096)).startswith(MAGIC) and begins in first
+        pickled = pickle.dumps({"run_id": run, "step": step_of(path)}, 2)[:-2]  # as by torch.save; more follows
+        return (first := file.read(4096)).startswith(MAGIC) and pickled in first
     return False
 
 
@@ -139,8 +139,8 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
             file.write(b"probe")
         left = sum(x.lstat().st_blocks * 512 for x in folder.glob("step_*.pt.tmp"))  # by a killed save: the next drops it
         if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free + left):
-            advice = "lower --keep_checkpoints" if keep > 1 else "give another --log_dir"
-            fault = f"{files} checkpoints need {size:,} bytes, {free:,} are free: make room or {advice}"
+            less = "lower --keep_checkpoints" if keep > 1 else "give another --log_dir"
+            fault = f"{files} checkpoints need {size:,} bytes, {free:,} are free: make room or {less}"
     except OSError as error:  # a full disk names no file
         fault = f"cannot be written: {reason(error)}: see to it, or give another --log_dir"
     for made in new:

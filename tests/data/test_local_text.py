@@ -275,9 +275,12 @@ def test_a_file_that_cannot_be_read_is_skipped(tmp_path: Path, library: Path, mo
     assert (manifest["files"], manifest["skipped_files"]) == (39, 3)
 
 
+@pytest.mark.parametrize("read_anew", [local_text.READ_ANEW, 0])
 def test_a_file_that_can_be_read_later_is_read_then(
-    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, read_anew: int
 ) -> None:
+    """By its content; of a large text by whether it may be read."""
+    monkeypatch.setattr(local_text, "READ_ANEW", read_anew)
     refused, read, access = library / "shelf0" / "book0.py", Path.open, os.access
 
     def open_(path: Path, *given, **how):

@@ -25,7 +25,8 @@ END = "step_000008.pt"
 
 def save(folder: Path, *steps: int, keep: int = 99) -> None:
     for step in steps:
-        write_checkpoint(folder / f"step_{step:06d}.pt", {"run_id": folder.name, "step": step}, keep)
+        run = folder.name.encode().decode()  # as an option's value, no key's own object
+        write_checkpoint(folder / f"step_{step:06d}.pt", {"run_id": run, "step": step}, keep)
 
 
 def names(folder: Path) -> list[str]:
@@ -244,11 +245,12 @@ KEPT = {  # steps that are there, the step that is written, how many stay, and w
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_the_file_just_written_and_the_steps_before_it_stay(tmp_path, case):
+@pytest.mark.parametrize("run", ["a", "run_id", "step"])  # pickled names are of a key's own object, which Python's paths take
+def test_the_file_just_written_and_the_steps_before_it_stay(tmp_path, case, run):
     there, step, keep, kept = KEPT[case]
-    save(tmp_path / "a", *there)
-    save(tmp_path / "a", step, keep=keep)
-    assert names(tmp_path / "a") == [f"step_{step:06d}.pt" for step in kept]
+    save(tmp_path / run, *there)
+    save(tmp_path / run, step, keep=keep)
+    assert names(tmp_path / run) == [f"step_{step:06d}.pt" for step in kept]
 
 
 def test_an_empty_file_of_a_later_step_costs_no_checkpoint(tmp_path):
