@@ -1,5 +1,6 @@
 """Reading what --trace_steps wrote: the ranks' rows on one clock, each step as the schedule's model has it."""
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -67,7 +68,7 @@ def read_trace(path: Path) -> list[TracedStep]:
             raise KeyError
         fields = lambda row: dict(zip(Row._fields, row, strict=True))
         ranks = [[from_file(Row, fields(row)) for row in rank["rows"]] for rank in found["ranks"]]
-        if not all(row.start <= row.end and row.bytes >= 0 and row.label.isprintable() for rows in ranks for row in rows):
+        if not all(-math.inf < row.start <= row.end < math.inf and row.bytes >= 0 and row.label.isprintable() for rows in ranks for row in rows):
             raise ValueError
         clocks, channels = [rank["clock"] for rank in found["ranks"]], CHANNELS[found["device"]]
     except OSError as error:

@@ -199,7 +199,7 @@ def pages(root: Path) -> dict[Path, str]:
         before, after = around(text, BEGIN, END)
         if before is not None:
             found[readme] = f"{before}{BEGIN}\n{table([*records.values()], here)}\n{END}{after}"
-        elif BEGIN in text or not here:
+        elif BEGIN in text or END in text or not here:
             raise InputError(
                 f"{readme}: the lines {BEGIN!r} and {END!r}, between which the table goes, are not there once each"
             )

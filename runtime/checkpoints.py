@@ -40,7 +40,7 @@ class CheckpointError(ValueError):
 
 
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
-    """Save what begins with run_id and step; then delete all of the run but this and the `keep` - 1 before. Or raise OSError."""
+    """Save; then delete all of the run but this and the last `keep` - 1 before it. Raises OSError, with these as they were."""
     torch.save(map_tensors(lambda x: x, saved), buffer := io.BytesIO())  # NumPy's numbers could not be read
     payload = buffer.getbuffer()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,11 +69,11 @@ def checkpoints(folder: Path, run: str = ".") -> list[Path]:
 
 
 def is_ours(path: Path) -> bool:
-    """Does it begin as that of its folder's run, of its name's step? Others may lie there: an idea's file, another run's."""
-    run = os.fsencode(path.parent.name).decode(errors="replace")  # a new text: pickle writes an object once, were it a key's
+    """Does it say first that it is of its folder's run, at its name's step? Others may lie there: an idea's, another run's."""
+    run, step = re.escape(pickle.dumps(path.parent.name, 2)[2:-3]), re.escape(pickle.dumps(step_of(path), 2)[2:-1])
+    pickled = rb"(?s)%b(?=.*run_id(q.|r.{4})%b)(?=.*step(q.|r.{4})%b)" % (MAGIC, run, step)  # as by torch.save, keys and values
     with contextlib.suppress(OSError), open_at_once(path) as file:
-        pickled = pickle.dumps({"run_id": run, "step": step_of(path)}, 2)[:-2]  # as by torch.save; more follows
-        return (first := file.read(4096)).startswith(MAGIC) and pickled in first
+        return bool(re.match(pickled, file.read(4096)))
     return False
 
 

@@ -254,6 +254,7 @@ def test_a_late_rank_decides_when_a_collective_begins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "broken",
     ["no step", "a time in words", "a step alone", "labels that are none", "a step in words", "an end before", "an escape"]
+    + ["an end that never comes"]
     + [f"no {row[2]} of {row[1]}" for row in made_rows()[:-1]],
 )
 def test_a_trace_that_is_not_whole_is_named(tmp_path: Path, broken: str) -> None:
@@ -264,6 +265,8 @@ def test_a_trace_that_is_not_whole_is_named(tmp_path: Path, broken: str) -> None
         rows[0][0] = f"{rows[0][0]}"
     if broken == "an end before":
         rows[0][4] = rows[0][3] - 1
+    if broken == "an end that never comes":
+        rows[0][4] = float("inf")
     if broken == "labels that are none":
         rows[0][1] = None
     if broken == "an escape":

@@ -253,6 +253,14 @@ def test_the_file_just_written_and_the_steps_before_it_stay(tmp_path, case, run)
     assert names(tmp_path / run) == [f"step_{step:06d}.pt" for step in kept]
 
 
+def test_a_run_that_older_source_began_deletes_its_checkpoints(tmp_path):
+    """Which began otherwise."""
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "a" / f"step_{step:06d}.pt", {"step": step, "seconds": 0.5, "run_id": "a", "more": "x" * 9999}, 9)
+    save(tmp_path / "a", 3, keep=1)
+    assert names(tmp_path / "a") == ["step_000003.pt"]
+
+
 def test_an_empty_file_of_a_later_step_costs_no_checkpoint(tmp_path):
     save(tmp_path / "a", 7)
     (tmp_path / "a" / "step_999999.pt").touch()

@@ -112,9 +112,10 @@ def test_the_readme_above_has_the_same_table_with_links_that_lead_to_the_records
     above, own = ((folder / "README.md").read_text() for folder in (tmp_path, root))
     assert "| [1](1_A/README.md) | 80.500 s | 3.2750 " in own
     assert above == own.replace("](1_A/", "](records/1_A/") != own
-    (tmp_path / "README.md").write_text(history.BEGIN)
-    with pytest.raises(SystemExit, match="README.md: the lines .* are not there"):
-        history.main(["--check"], root)
+    for mark in (history.BEGIN, history.END):
+        (tmp_path / "README.md").write_text(mark)
+        with pytest.raises(SystemExit, match="README.md: the lines .* are not there"):
+            history.main(["--check"], root)
     (tmp_path / "README.md").write_bytes(b"caf\xe9\n")
     with pytest.raises(SystemExit, match="README.md: its byte 3 is no UTF-8: save the page as UTF-8"):
         history.main(["--check"], root)
