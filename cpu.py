@@ -33,13 +33,17 @@ def rounds_fp32() -> bool:
     return not torch.equal(x @ torch.eye(64), x)
 
 
-def use_cpu() -> str:
+def use_cpu(compiled: bool = False) -> str:
     """Products as this CPU makes them best, in words for the log. The same CPU chooses the same: a run repeats its own bits.
 
     "medium" hands fp32 products to oneDNN, which also on an AMD CPU uses all of AVX-512, where MKL uses half of it. They stay
     in fp32, but where oneDNN rounds their operands, as on AMX: there they stay with MKL. Where there are bf16 units, linear
     maps, the MLP and Polar Express have bf16 operands; attention and head stay in fp32. Elsewhere nothing is in bf16.
+    compiled: torch.compile would add the gradients of embeddings with atomics, in an order that changes from run to run.
     """
+    if compiled:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # as before: it takes time, and nothing reads that
     units = bf16_units()
     triton_kernels.cpu = CPU_BF16 if units else CPU_FP32
     torch.set_float32_matmul_precision("medium")
@@ -57,6 +61,7 @@ def forget_cpu() -> None:
     """Undo what use_cpu chose: products in full precision, for tests and comparisons."""
     triton_kernels.cpu = None
     torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
 
 
 def polar_express_in_fp32(G: Tensor, coefficients: tuple[tuple[float, float, float], ...]) -> Tensor:

@@ -1273,7 +1273,7 @@ def prepare(run: Run) -> TrainingManager:
     h, ranks = run.settings, run.ranks
     ranks.on_all(h.check, ranks.world_size)
     data = ranks.on_all(check_shards, h)
-    facts = [f"attention: {flash_attention()}" if ranks.device.type == "cuda" else use_cpu()]
+    facts = [f"attention: {flash_attention()}" if ranks.device.type == "cuda" else use_cpu(h.compile)]
     if h.compile or ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64  # a graph for each stage and mode, an update for each shape
     manager = ranks.on_all(build, h, ranks)

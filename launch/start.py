@@ -50,7 +50,7 @@ IMPORTED = {  # by every script
     "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "sympy", "tail_averages", "torch",
     "tracer", "triton", "triton_kernels",
 }  # fmt: skip
-PARTS = {ROOT / name for name in ("bench", "data", "launch", "records", "runtime", "tests", "sample.py", "triton_kernels.py")}
+PARTS = {ROOT / name for name in ("bench", "data", "launch", "records", "runtime", "tests", *(f"{x}.py" for x in IMPORTED))}
 HIDES = "{} hides the module {!r} that others import: rename it"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: GNU timeout's to its child, then to its group

@@ -140,8 +140,8 @@ def test_a_script_that_cannot_be_read_is_one_message(tmp_path, path, said):
 def test_a_part_of_the_project_is_no_script(start, tmp_path):
     """Some have a main(), which ran as each rank, and ended well; to rename data/encodings.py was no way out."""
     (tmp_path / "idea.py").symlink_to(ROOT / "launch" / "start.py")
-    parts = ROOT / "launch" / "start.py", ROOT / "data" / "loader.py", ROOT / "launch" / "environment.py", ROOT / "sample.py"
-    for path in (tmp_path / "idea.py", *parts):
+    names = "launch/start.py", "data/loader.py", "launch/environment.py", "sample.py", "tail_averages.py", "cpu.py"
+    for path in (tmp_path / "idea.py", *(ROOT / name for name in names)):
         said = f"{path} is a part of the project, and no training script: begin with a copy of train_gpt.py"
         assert start(path) == (2, [f"start.py: error: {said}"], ())
 

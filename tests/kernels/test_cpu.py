@@ -1,6 +1,9 @@
 """What a run on a CPU chooses, and the arithmetic of bf16 units: on any CPU, as PyTorch multiplies bf16 without them too."""
 
 import math
+import os
+import shutil
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor
 import cpu
 import train_gpt
 import triton_kernels as tk
-from common import U16, normal, random_batch, tiny_gpt
+from common import ROOT, U16, normal, random_batch, run_fresh, tiny_gpt
 from train_gpt import ForwardSchedule
 
 AMX, AVX512 = "_is_amx_tile_supported", "_is_avx512_bf16_supported"
@@ -39,6 +42,31 @@ def test_the_units_decide_alone(monkeypatch, names, chosen, precision, said) -> 
     assert (tk.cpu, torch.get_float32_matmul_precision()) == (chosen, precision)
     cpu.forget_cpu()
     assert (tk.cpu, torch.get_float32_matmul_precision()) == (None, "highest")
+
+
+COMPILED = """
+import torch
+from torch._inductor.utils import run_and_get_code
+import cpu
+import triton_kernels as tk
+torch.set_num_threads(2)
+table, tokens = torch.ones(8, 16, requires_grad=True), torch.arange(512, dtype=torch.int32) % 8
+for compiled in (True, False):
+    cpu.use_cpu(compiled)
+    loss = torch.compile(lambda: tk.lookup(table, tokens=tokens)[0].square().sum())
+    print("atomic_add" in "".join(run_and_get_code(lambda: loss().backward())[1]))
+    cpu.forget_cpu()
+    torch._dynamo.reset()
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_compiled_gradients_are_added_in_one_order(tmp_path) -> None:
+    """Two runs of one command had other bits, by atomic additions of several threads: in Inductor's code, unless it is asked."""
+    caches = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}"}
+    there = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}"}
+    done = run_fresh([sys.executable, "-c", COMPILED], env=there, timeout=300)
+    assert done.stdout == "False\nTrue\n", done
 
 
 @pytest.mark.parametrize("names", [(), (AVX512,), (AMX, AVX512)])
