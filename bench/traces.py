@@ -68,7 +68,8 @@ def read_trace(path: Path) -> list[TracedStep]:
             raise KeyError
         fields = lambda row: dict(zip(Row._fields, row, strict=True))
         ranks = [[from_file(Row, fields(row)) for row in rank["rows"]] for rank in found["ranks"]]
-        if not all(-math.inf < row.start <= row.end < math.inf and row.bytes >= 0 and row.label.isprintable() for rows in ranks for row in rows):
+        is_row = lambda row: -math.inf < row.start <= row.end < math.inf and row.bytes >= 0 and row.label.isprintable()
+        if not all(is_row(row) for rows in ranks for row in rows):
             raise ValueError
         clocks, channels = [rank["clock"] for rank in found["ranks"]], CHANNELS[found["device"]]
     except OSError as error:

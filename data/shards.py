@@ -419,7 +419,7 @@ def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
         file.close()  # its holder has just ended, and deleted it
 
 
-def still_locked(file: BinaryIO) -> BinaryIO:
+def keep_lock(file: BinaryIO) -> BinaryIO:
     """What lock_run gave, or a new one where the file was deleted, as if it were stale. Raises ValueError if another process has
     that."""
     if os.fstat(file.fileno()).st_nlink:

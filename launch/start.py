@@ -46,11 +46,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "data/local"  # shards of text that lies on this machine, and may change
 MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", TEXT: "data/local_text.py"}  # of the presets' data
-IMPORTED = {  # by every script
-    "attention", "cpu", "data", "launch", "no_triton", "numpy", "runtime", "sample", "sympy", "tail_averages", "torch",
-    "tracer", "triton", "triton_kernels",
-}  # fmt: skip
-PARTS = {ROOT / name for name in ("bench", "data", "launch", "records", "runtime", "tests", *(f"{x}.py" for x in IMPORTED))}
+MODULES = ("attention", "cpu", "no_triton", "sample", "tail_averages", "tracer", "triton_kernels")  # of the project
+IMPORTED = {*MODULES, "data", "launch", "numpy", "runtime", "sympy", "torch", "triton"}  # by every script
+PARTS = {ROOT / name for name in ("bench", "data", "launch", "records", "runtime", "tests", *(f"{x}.py" for x in MODULES))}
 HIDES = "{} hides the module {!r} that others import: rename it"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: GNU timeout's to its child, then to its group
@@ -231,11 +229,11 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     other = os.environ.get("SCRIPT", "")
     if not named and other.endswith(".py") and Path(other).name != "train_gpt.py":  # the project's own would run in its place
         raise LaunchError(f"SCRIPT={other} is for ./test.sh alone: name the script first, or unset it: ./run.sh {other}", 2)
-    for before, empty in itertools.pairwise(["", *given]):
-        if not empty and ("=" in before or not before.startswith("-")):
+    alone = [pair for pair in itertools.pairwise(["", *options]) if "=" in pair[0] or not pair[0].startswith("-")]
+    for before, late in alone:  # no value of the option before it
+        if not late:
             raise LaunchError("an argument is empty: is a shell variable not set?", 2)
-    for before, late in itertools.pairwise(["", *options]):  # the value of an option before it, it may be
-        if late.endswith(".py") and not late.startswith("-") and ("=" in before or not before.startswith("-")):
+        if late.endswith(".py") and not late.startswith("-"):
             raise LaunchError(f"{late} comes after {before or first}: one script, before all options", 2)
     try:
         path = next((path for folder in (Path.cwd(), ROOT) if (path := folder / first).is_file()), None)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from data.loader import FetchedAhead
-from data.shards import check_free, lock_run, still_locked, unlock_run
+from data.shards import check_free, keep_lock, lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
 from launch.machine import apart, checksum, checksums, peak_memory
 from launch.nests import differences, map_tensors, non_finite
@@ -190,7 +190,7 @@ class Run:
         path, state = self.folder / f"step_{step:06d}.pt", checkpoints.whole_state(self.manager, self.ranks)
 
         def write() -> str:
-            self.locks[:] = map(still_locked, self.locks)
+            self.locks[:] = map(keep_lock, self.locks)
             if bad := non_finite(state):
                 raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
             kinds = differences({**state, "partial": {}}, {**self.layout, "partial": {}}, "state.")

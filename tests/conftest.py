@@ -39,13 +39,13 @@ settings.register_profile("bankrun", deadline=None, derandomize=True, database=N
 settings.load_profile("bankrun")
 
 
-def in_a_fork(number: int, choose: Callable[[int], None] = torch.set_num_threads, here: int = os.getpid()) -> None:
+def more_threads_in_forks(number: int, choose: Callable[[int], None] = torch.set_num_threads, here: int = os.getpid()) -> None:
     """In place of torch.set_num_threads: in this process one, for a run's main here too. Its forks would wait for ever for
     threads that OpenMP has started here, as none of these comes along; without any they start their own."""
     choose(1 if os.getpid() == here else number)
 
 
-torch.set_num_threads = in_a_fork
+torch.set_num_threads = more_threads_in_forks
 
 
 SLOW = [  # files, the slowest first: they begin before all others, so that no worker is left with one of them at the end
