@@ -11,6 +11,7 @@ other variables of the environment than those before.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -30,7 +31,6 @@ import compare
 import tool
 from changes import other_tokens, source_pairs
 from kinds import differing, kind, same_source
-from data.shards import check_free
 from launch.console import console, end_with_parent, user_path
 from launch.sources import Sources, imported_names, stem
 from runlog import RunLog, made_with, read_log
@@ -132,10 +132,15 @@ def check(folder: Path, names: list[str], now: dict) -> bool:
 def set_cut_aside(log: Path) -> None:
     """Rename what a run that is not complete has left, all of it or nothing: its names are needed. The log goes last, so that a
     race that is killed midway goes on. Raises RaceError if that run goes on."""
-    try:
-        check_free(log.with_suffix(".lock"))
-    except ValueError as error:
-        raise RaceError(f"{log}: {error}") from None
+    at_once = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)  # whatever a user has there
+    path = log.with_suffix(".lock")  # runtime/run.py's
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=at_once) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RaceError(f"{log}: its run is under way in another process: wait for its end") from None
+        except OSError:  # a network file system without locks
+            pass
     others = (log.with_name(f"{log.stem}.cut{count}.txt") for count in itertools.count(1))
     other = next(x for x in others if not any(os.path.lexists(x.with_suffix(end)) for end in ENDS))
     with contextlib.ExitStack() as undo:
