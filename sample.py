@@ -26,7 +26,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # also while it imports: there is nothing to undo
 
 if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
-    early, root = argparse.ArgumentParser(add_help=False), Path(__file__).resolve().parent
+    launcher, early, root = {}, argparse.ArgumentParser(add_help=False), Path(__file__).resolve().parent
     own, starter = f"{root}/train_gpt.py", f"{root}/launch/start.py"
     early.add_argument("--script", nargs="?", type=os.path.expanduser, const=own, default=own)  # --script=-- is none
     script = Path(os.path.realpath(early.parse_known_args()[0].script))
@@ -207,4 +207,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    launcher.get("end_after", lambda main: main())(main)

@@ -45,7 +45,7 @@ from data.shards import plain_json, whole_file
 from launch.console import (
     Parser, console, ended_by_signals, numbers_between, output_file, printable, run_to_end, until_reader_leaves, user_path,
 )
-from launch.start import LaunchError, check_names
+from launch.start import LaunchError, check_names, end_after
 
 # -----------------------------------------------------------------------------
 # An H100, as kernels find it: limits that they reach, not those of the data sheet
@@ -628,5 +628,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with ended_by_signals(), until_reader_leaves():
-        main()
+    end_after(ended_by_signals()(until_reader_leaves()(main)))

@@ -831,7 +831,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a loop that is left ends well", "faults/running::test_a_train_that_returns_early_ends_no_run_well",
          "if error in (None, SystemExit) and self.signals.in_training:", "if error is None and not self.signals.in_training and self.locks:"),
         ("ranks may train weights apart", "runtime/trouble::test_weights_that_ranks_train_apart_end_the_run",
-         "()[\"weights\"])), step):", "()[\"weights\"]))[:1], step):"),
+         "\"weights\", self.manager.live_tensors()[\"weights\"], f", "\"weights\", {}, f"),
         ("a step that no checkpoint may hold is saved", "runtime/trouble::test_a_step_that_no_checkpoint_may_hold_is_found_at_a_save",
          "kinds or self.manager.contradictions(state, step)", "kinds"),
         ("a source that no log can hold is a bug of a rank's", "runtime/sources::test_so_it_is_by_a_rank_that_torchrun_starts",
@@ -912,7 +912,7 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "records/history.py": (
         ("a record is made before the others' pages are looked at", "records/history::test_an_authors_own_text_stays",
-         "        pages(root)  # what is wrong", "        pass  # what is wrong"),
+         "    pages(root)  # what is wrong", "    pass  # what is wrong"),
         ("--check writes", "records/history::test_options_that_do_not_go_together_are_refused",
          "if options.check and (options.add or options.picture):", "if None:"),
         ("a baseline becomes another record", "records/history::test_a_baseline_does_not_become_the_record",

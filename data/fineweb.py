@@ -116,7 +116,8 @@ def load_progress(output: Path, recipe: dict[str, str | int]) -> Progress:
     saved = read_json(path)
     if saved is None:
         if any(output.glob("fineweb_*.bin")):
-            raise DataError(f"{output} holds shards of unknown origin (no progress.json): choose another --output, or empty it")
+            origin = "cached_fineweb10B.py" if (output / "fetched.json").exists() else "unknown origin"
+            raise DataError(f"{output} holds shards of {origin} (no progress.json): choose another --output")
         progress = Progress(recipe, *list_parquet(str(recipe["subset"])))
         progress.check(output)
         progress.save(output)
@@ -337,7 +338,11 @@ def parse_arguments() -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=number_between(1, 4096), default=cores, help="tokenising processes")
     parser.add_argument("--encoding", default="gpt2", help="a tiktoken encoding, or bytes: a token a byte, end-of-text 256")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if 0 < args.num_tokens <= args.shard_tokens:
+        sizes = f"--num_tokens={args.num_tokens} and --shard_tokens={args.shard_tokens}"
+        parser.error(f"{sizes}: the first shard is for validation, none is left for training: more tokens, or smaller shards")
+    return args
 
 
 def main() -> None:
@@ -352,6 +357,9 @@ def main() -> None:
             except BrokenProcessPool as error:
                 raise DataError("a tokenising process died, perhaps for want of memory: try fewer --workers") from error
         tokens = sum(shard[0] for shard in progress.shards)
+        if len(progress.shards) < 2:
+            fault = f"all {tokens:,} tokens are in the validation shard, none is left for training"
+            raise DataError(f"{args.output}: {fault}: make smaller --shard_tokens, in another --output")
         console(f"{args.output}: {len(progress.shards)} shards, {tokens:,} tokens, all whole")
 
 

@@ -405,6 +405,17 @@ def check_manifest(folder: str, shards: Set[str], **given: int | str) -> None:
         raise DataError(f"{folder}/manifest.json: its shards were not made for {here}: give {there}")
 
 
+def check_progress(folder: str, shards: Set[str], encoding: str | None) -> None:
+    """Raise DataError if the progress.json of data/fineweb.py tells of another encoding of these shards."""
+    try:
+        made = read_json(Path(folder, "progress.json"))["recipe"]["encoding"]
+    except (DataError, OSError, KeyError, TypeError):  # none, or somebody else's
+        return
+    if encoding and made != encoding and all(name.startswith("fineweb_") for name in shards):
+        advice = f"give --encoding={made}"
+        raise DataError(f"{folder}/progress.json: its shards were not made for --encoding={encoding}: {advice}")
+
+
 def check_data(
     folder: str,
     *,
@@ -432,6 +443,7 @@ def check_data(
     val, train = (LISTED.setdefault(pattern, find_shards(pattern)) for pattern in (val_pattern(folder), train_pattern(folder)))
     shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in (*train, *val)}
     check_manifest(folder, shards.keys(), bos_id=bos_id, vocab_size=vocab_size, encoding=encoding)
+    check_progress(folder, shards.keys(), encoding)
     most, faults = 0, []  # most documents in a micro-batch; where there are too many
 
     def note_digest(documents: Documents) -> str:

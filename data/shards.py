@@ -363,7 +363,7 @@ def hub_fault() -> str:
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         parts = urlsplit(endpoint)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and endpoint == endpoint.strip()
     except ValueError:
         good = False
     return "" if good else f"HF_ENDPOINT={endpoint!a} in the environment: must be an address, as https://HOST, or unset"

@@ -9,6 +9,7 @@ import re
 import resource
 import sys
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ IN_QUOTES = re.compile(r"""["'](\w+)["']""")  # so may a script's own, by whatev
 NUMBER = re.compile(r"[-+.\de]{1,8}")  # no secret, of a name that does not end in such a word: BATCH_TOKENS
 LAUNCHERS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+|OMP_NUM_THREADS")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "AUTH", "CREDENTIAL")
+COMMON = {  # what all ranks hold alike, and how to keep it so
+    "weights": "the rule of a replicated parameter must do the same on each, with no random numbers",
+    "tensors": "a checkpoint would give all of them the first one's: all_reduce what goes into them",
+}
 OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -109,19 +114,26 @@ def check_buffers(first: dict[str, str], tensors: dict[str, torch.Tensor]) -> No
         raise ValueError(f"{fault}: make it a parameter, with a rule of its own")
 
 
-def apart(each: list[dict[str, str]], step: int) -> str:
-    """What is wrong where the ranks, each with its weights' checksums, hold others: a rule of a replicated parameter that draws
-    random numbers, say, which are each rank's own."""
-    other = [x.partition(" of ")[2] for x in each[0] if any(rank[x] != each[0][x] for rank in each)]
-    fault = f"the weights of {', '.join(other)} are not the same on all ranks at step {step}"
-    return f"{fault}: the rule of a replicated parameter must do the same on each, with no random numbers" if other else ""
+def check_common(ranks: Any, caution: Callable, kind: str, tensors: dict[str, torch.Tensor], when: str = "at a save") -> None:
+    """Called by all ranks. Raises AgreedError, naming them, for tensors that are not the same on all; on GPUs, whose kernels may
+    round otherwise, calls caution with the words. kind: one of COMMON."""
+    each = ranks.gather(checksums(kind, tensors) if ranks.world_size > 1 else {})
+    other = [x.partition(" of ")[2] for x in each[0] if any(rank.get(x) != each[0][x] for rank in each)]
+    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+    fault = f"the {kind} of {', '.join(other[:3])}{more} are not the same on all ranks {when}: {COMMON[kind]}"
+    ranks.raise_together(RunError(fault) if other and ranks.device.type != "cuda" else None)
+    if other:
+        caution(f"caution: {fault}")
 
 
 def peak_memory(device: torch.device) -> str:
     if device.type == "cuda":
         allocated, reserved = (f(device) >> 20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
         return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
-    return f"peak memory resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with suppress(OSError):  # on Linux that may be the peak of who started this process
+        kib = int(re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+    return f"peak memory resident: {kib >> 10} MiB"
 
 
 def forget_earlier_run(device: torch.device) -> None:

@@ -132,6 +132,40 @@ def main(argv: list[str] | None = None) -> None:
     raise SystemExit(code)
 
 
+def end_after(main: Callable[[], None]) -> None:
+    """main(), then the end of this process at once. A script that it has imported may have begun something here, as a thread that
+    samples the load: only a rank ends that as the script means to. So threads are not waited for, functions of atexit, which
+    might write a rank's file again, are not called, and child processes are ended."""
+    code: Any = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+        if not isinstance(code, int):
+            code = console(f"{code}", "stderr") or 1
+    except BaseException:
+        console(traceback.format_exc().rstrip(), "stderr")
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # full, gone, closed
+                stream.flush()
+        for pid in child_processes():
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGTERM)
+        os._exit(code)
+
+
+def child_processes() -> list[int]:
+    """Of this process, where /proc tells."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(file.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+                found.append(int(file.parent.name))
+    return found
+
+
 def standing() -> bool:
     """Is the current folder still there?"""
     try:
@@ -194,14 +228,15 @@ def show(message: str, since: float) -> None:
 def console(text: str, stream: str = "stdout") -> None:
     """What a stream does not take is lost, and ends nothing; one that has stopped, as by Ctrl-S, is waited for a second."""
     file = getattr(sys, stream) or open(os.devnull, "w")
-    data, taken = f"{text}\n".encode(file.encoding, "replace"), []
+    encoding = getattr(file, "encoding", None) or "utf-8"  # a script's own stream may have none, and no fileno()
+    data, taken = f"{text}\n".encode(encoding, "replace"), []
 
     def put() -> None:
         with contextlib.suppress(OSError, ValueError):
             try:
                 number = file.fileno()
-            except OSError:  # no file
-                file.write(data.decode(file.encoding))
+            except (OSError, AttributeError):  # no file
+                file.write(data.decode(encoding))
             else:  # not through its buffer: whoever ends the process would wait for that
                 file.flush()
                 os.write(number, data)
@@ -906,4 +941,4 @@ def import_environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    end_after(main)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from launch.machine import check_buffers, checksum, checksums
-from launch.nests import leaves, unreadable
+from launch.nests import leaves, non_finite, unreadable
 from launch.sources import Sources
 
 PROJECT = {"attention", "cpu", "data", "launch", "no_triton", "runtime", "sample", "tail_averages", "tracer", "triton_kernels"}
@@ -38,10 +38,13 @@ FEW = 100  # for each so many that a container has, its values come later
 NAMED = 3  # in a message
 SEEDED = random._inst, numpy.random.mtrand._rand, torch.default_generator  # in each step, by seed_random
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
+NAMES = *CALLED, type, torch.dtype, torch.device
+HOLDERS = Mapping, Set, list, tuple, deque
+LEAVES = {bool, int, float, complex, str, bytes, type(None)}
 
 
 def told_apart(x: Any) -> str:
-    """A text that is another for another number, text, tensor, array or random generator; "": no such."""
+    """A text that is another for another number, text, tensor, array, random generator, function or class; "": no such."""
     if isinstance(x, str | bytes):
         return f"{len(x)} {hash(x)}"  # a corpus, say: no copy
     if isinstance(x, Number | numpy.generic | PurePath):
@@ -60,18 +63,17 @@ def told_apart(x: Any) -> str:
         return f"{x.bit_generator.state}"
     if isinstance(x, (random.Random, numpy.random.RandomState)):
         return f"{x.getstate() if isinstance(x, random.Random) else x.get_state()}"
+    if isinstance(x, NAMES):
+        return f"{getattr(x, '__module__', '')} {getattr(x, '__qualname__', x)}"
     return ""
 
 
-def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
-    """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count."""
-    if isinstance(x, Mapping):
-        keys = (f"{key!r:.40}" if isinstance(key, str | int) else i for i, key in enumerate(x))
-        return [(f"[{key}]", y) for key, y in itertools.islice(zip(keys, x.values()), MOST)]
-    if isinstance(x, list | tuple | Set | deque):
-        return [(f"[{i}]", y) for i, y in enumerate(itertools.islice(x, MOST))]
+def parts_of(x: Any, own: set[str], told: str = "") -> list[tuple[str, Any]]:
+    """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count. told: what
+    told_apart gives."""
     foreign = isinstance(x, FunctionType | type) and x.__module__ not in own
-    if foreign or isinstance(x, ModuleType | Sources | torch.Tensor):
+    kernel = type(x).__module__.startswith("triton.")  # it compiles at its first call, and tunes itself: no state
+    if foreign or kernel or isinstance(x, ModuleType | Sources):
         return []
     if isinstance(x, GeneratorType):
         at = x.gi_frame.f_lasti if x.gi_frame else "its end"
@@ -82,10 +84,19 @@ def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
     attributes |= {name: getattr(x, name) for name in slots_of(type(x)) if hasattr(x, name)}
     left = SET_IN_EACH_STEP if "grad_divisor" in attributes else ()
     parts = [(f".{name}", y) for name, y in attributes.items() if named(name) and name not in left]
-    if isinstance(x, CALLED):
+    if isinstance(x, Tensor) and x.is_leaf:
+        parts += [(".grad", x.grad)]
+    elif isinstance(x, Mapping):
+        keys = (f"{key!r:.40}" if isinstance(key, str | int) else i for i, key in enumerate(x))
+        parts += [(f"[{key}]", y) for key, y in itertools.islice(zip(keys, x.values()), MOST)]
+    elif isinstance(x, HOLDERS):
+        parts += [(f"[{i}]", y) for i, y in enumerate(itertools.islice(x, MOST))]
+    elif isinstance(x, CALLED):
         parts += [("", getattr(x, name, None)) for name in ("__self__", "__func__", "__wrapped__")]  # by torch.no_grad, say
     if isinstance(x, FunctionType) and x.__globals__.get("__name__") in own:
         parts += kept_by(x)
+    if not (parts or told or x is None or isinstance(x, HOLDERS)):  # made in C, as BytesIO: what its pickle would hold
+        parts += [(f" part {i}", y) for i, y in enumerate(x.__reduce_ex__(2))]
     return parts
 
 
@@ -139,19 +150,20 @@ def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
     while left and len(found) + len(seen) < MOST:
         size, _, name, x = heapq.heappop(left)
         with contextlib.suppress(Exception):  # of a shelf that is closed, an object whose attributes are its own affair
-            if text := "" if any(x is y for y in SEEDED) else told_apart(x):
+            seeded = any(x is y for y in SEEDED)
+            if text := "" if seeded else told_apart(x):
                 found[name] = text
-            elif id(x) not in seen and len(left) < 2 * MOST:
+            if not (seeded or type(x) in LEAVES or id(x) in seen) and len(left) < 2 * MOST:
                 seen[id(x)] = x
-                parts = parts_of(x, own)
+                parts = parts_of(x, own, text)
                 for part, y in parts:
                     heapq.heappush(left, (size * (1 + len(parts) // FEW), next(numbers), f"{name}{part}", y))
     return found
 
 
 def check_names(manager: Any, numbers: bool = True) -> None:
-    """Raise ValueError for state that state_dict gives and layout does not tell of, or the other way, and for values that no
-    checkpoint gives back: none could be resumed. numbers: the manager's model has some; of meta a state may not be had."""
+    """Raise ValueError for state that state_dict gives and layout does not tell of, or the other way, and for what no checkpoint
+    takes or gives back: none could be resumed. numbers: the manager's model has some; of meta a state may not be had."""
     try:
         with Uncopied():
             state = manager.state_dict()
@@ -163,9 +175,16 @@ def check_names(manager: Any, numbers: bool = True) -> None:
     if other := sorted(given ^ told):
         fault = f"{other[0]} is in {'state_dict' if other[0] in given else 'layout'} alone of {type(manager).__name__}"
         raise ValueError(f"{fault}: what a checkpoint shall hold goes into _arrange, which both take it from")
-    if odd := unreadable(state):
-        advice = "give tensors, numbers, texts, and dicts, lists or tuples of them"
-        raise ValueError(f"{odd[0]}, of {type(manager).__name__}'s state: no checkpoint could be read again: {advice}")
+    known = {"sharded": manager.own_rows, "partial": manager.layout(None)["partial"]}
+    unknown = [f"{part}.{x} is no parameter's" for part, labels in known.items() for x in state[part] if x not in labels]
+    infinite = non_finite({name: x for name, x in leaves(state) if not (isinstance(x, Tensor) and x.is_meta)})
+    for faults, advice in (
+        (unknown, "a rank's rows are known of those alone: keep it in the optimizer's state of each, or whole in same"),
+        ([f"{name} is not finite" for name in infinite], "no checkpoint is saved of that: begin with a number, as 1e30"),
+        (unreadable(state), "no checkpoint could be read again: give tensors, numbers, texts, and dicts, lists or tuples of them"),
+    ):
+        if faults:
+            raise ValueError(f"{faults[0]}, of {type(manager).__name__}'s state: {advice}")
 
 
 class Uncopied(TorchFunctionMode):

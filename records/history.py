@@ -65,7 +65,7 @@ def is_loss(value: object) -> bool:
 FIELDS = {  # of record.toml: what is a value, in words
     "description": (is_line, "a line of text"),
     "date": (is_date, "a text such as 2026-01-31"),
-    "contributors": (is_names, "a list of names"),
+    "contributors": (is_names, "a list of names, none of them empty"),
     "track": (is_line, "a line of text"),
     "target": (is_loss, "a number above 0"),
 }
@@ -228,10 +228,10 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
     otherwise = {"track": TRACK, "target": TARGET, "date": datetime.date.today().isoformat()}
     metadata |= {option: value for option, value in otherwise.items() if metadata[option] is None}
     check_new(root, name, {option: metadata[option] for option in FIELDS})
-    records = read_records(root)
-    if baseline and Path(os.path.realpath(baseline)).parent == root.resolve() and (named := Path(baseline).name) in records:
+    known = record_names(root)
+    if baseline and Path(os.path.realpath(baseline)).parent == root.resolve() and (named := Path(baseline).name) in known:
         baseline = named  # as a shell completes it
-    if baseline and baseline not in records:
+    if baseline and baseline not in known:
         own = gather(BASELINE, baseline)
     elif baseline:
         metadata = metadata | {"baseline": baseline}
@@ -242,6 +242,8 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
                 f"{len(what.aside)} of {plural(len(what.logs), 'log')} of {what.name} would not count:\n{lines}\n"
                 f"--keep-aside keeps them in the record, whose page names them; or name the logs that are meant"
             )
+    pages(root)  # what is wrong with another record's would be found once this one is there
+    records = read_records(root)
     others = [("the baseline", own)] if own else []
     others += [(f"the record {other}", found.group) for other, found in records.items()]
     others += [(f"the baseline of {other}", found.own_baseline) for other, found in records.items() if found.own_baseline]
@@ -302,24 +304,27 @@ def draw_pictures(record: Record, records: dict[str, Record]) -> list[Path]:
     return paths
 
 
+def record_names(root: Path) -> list[str]:
+    return sorted(path.parent.name for path in root.glob("*/record.toml"))
+
+
 def read_records(root: Path) -> dict[str, Record]:
     """Those of `root`, by name. Raises InputError."""
-    return {path.parent.name: read_record(path.parent) for path in sorted(root.glob("*/record.toml"))}
+    return {name: read_record(root / name) for name in record_names(root)}
 
 
 def update(options: argparse.Namespace, root: Path) -> None:
     """Do what the command line asks for, then tell what was written: a pipe's reader may have gone. Raises InputError."""
     written: list[Path] = []
     if options.picture:
-        records = read_records(root)
-        if options.picture not in records:
+        if options.picture not in record_names(root):
             raise InputError(f"{root / options.picture}: no such record")
+        records = read_records(root)
         written += draw_pictures(records[options.picture], records)
     if options.add:
         metadata = {name: getattr(options, name) for name in FIELDS}
         metadata["contributors"] = [name.strip() for name in options.contributors.split(",")]
         check_new(root, options.add, {name: value for name, value in metadata.items() if value is not None})
-        pages(root)  # what is wrong with another record's would be found once this one is there
         metadata |= {"pairs": True} if options.pairs else {}
         add(root, options.add, options.logs, metadata, options.baseline, options.keep_aside)
     stale = {path: text for path, text in pages(root).items() if not path.exists() or read(path) != text}

@@ -233,7 +233,26 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
         (folder / name).mkdir(parents=True, exist_ok=True)
     if begins:
         tool.write(folder / "race.json", json.dumps(now, indent=1))
-    logs: dict[Path, tuple[int, RunLog]] = {}
+    try:
+        make_runs(scripts, count, folder, options, now)
+    except RaceError:
+        if begins:
+            undo(folder, names)
+        raise
+
+
+def undo(folder: Path, names: list[str]) -> None:
+    """Remove what a race has made that ended before any run left something."""
+    with contextlib.suppress(OSError):  # one of them has
+        for name in names:
+            (folder / name).rmdir()
+        (folder / "race.json").unlink()
+        folder.rmdir()
+
+
+def make_runs(scripts: list[Path], count: int, folder: Path, options: list[str], now: dict) -> None:
+    """now: the conditions as the race begins or goes on. Raises RaceError, OSError."""
+    names, logs = names_of(scripts), {}
     for i, (which, seed) in enumerate(order(count), 1):
         log = folder / names[which] / f"seed{seed}.txt"
         if log.exists():
@@ -268,9 +287,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--logs", type=user_path, metavar="FOLDER", help="where to (logs/race-A-B)")
     parser.add_argument("--target", type=tool.above_zero, default=3.28, help="compare.py's: the loss to be below (%(default)s)")
     parser.add_argument("--compare", action="store_true", help="start no run: compare those that are there")
-    chosen = parser.parse_args(own)
+    parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- --option=value ...]"
+    chosen, late = parser.parse_known_args(own)
+    if late:
+        parser.error(f"{late[0]}: unknown here; options of the runs stand after --, as: -- {' '.join(late)}")
     if not 1 <= chosen.count <= MOST_RUNS:
         parser.error(f"N must be from 1 to {MOST_RUNS:,}")
+    if {"-h", "--help"} & {*options}:
+        parser.error("--help after -- is the script's: ./run.sh --help")
     if given := [name for name in OWN if any(re.match(rf"--{name}(=|$)", option) for option in options)]:
         parser.error(f"--{given[0]} is the race's to give")
     scripts = [Path(os.path.realpath(script)) for script in chosen.scripts]

@@ -26,7 +26,8 @@ OF_LOSS = re.compile(r"loss|entropy|softcap|validat|^forward$")
 CLOCK = {"clock", "start_clock", "paused"}  # attributes of a Run
 BY_NAME = {"getattr", "attrgetter", "methodcaller", "__getattribute__"}  # reach an attribute that no statement names
 DYNAMIC = {"setattr", "delattr", "__setattr__", "__delattr__", "exec", "eval", "vars", "globals", "locals", "__import__",
-           "import_module", "__dict__", "__code__", "__globals__", "__defaults__"}  # change what no statement names
+           "import_module", "__dict__", "__code__", "__globals__", "__defaults__", "patch", "monkeypatch"}  # change what no
+POWERS = {"builtins", "ctypes", "gc", "importlib", "inspect", "mock", "pytest", "sys", "unittest"}  # statement names: so do these
 BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 PROVEN, BROKEN, OPEN = "[x]", "[!]", "[ ]"
 
@@ -254,19 +255,29 @@ def patches(tree: ast.AST) -> list[str]:
     """The statements that change what a script imports: module.function = its own, Class.method = its own."""
     imports = [x for x in ast.walk(tree) if isinstance(x, (ast.Import, ast.ImportFrom))]
     imported = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
-    found = []
+    found = [ast.dump(node) for node in imports if POWERS & roots_of(node)]
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)):
             targets = getattr(node, "targets", None) or [node.target]
             changed = [x for target in targets for x in ast.walk(target) if isinstance(x, (ast.Attribute, ast.Subscript))]
             if any(names_in(x, ast.Load) & imported for x in changed):
                 found.append(ast.dump(node))
-        elif isinstance(node, (ast.For, ast.withitem)):
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension, ast.withitem)):
             target = getattr(node, "target", None) or getattr(node, "optional_vars", None)
             found += [ast.dump(target)] if target and attributes_of(target) else []
-        elif DYNAMIC & {getattr(node, "id", ""), getattr(node, "attr", "")}:
+        elif DYNAMIC & {getattr(node, "id", ""), getattr(node, "attr", "")} or is_modules(node):
             found.append(ast.dump(node))
     return found
+
+
+def roots_of(node: ast.Import | ast.ImportFrom) -> set[str]:
+    """The first parts of the modules' names that it imports."""
+    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    return {name.partition(".")[0] for name in modules}
+
+
+def is_modules(node: ast.AST) -> bool:  # sys.modules; a model's modules() is called
+    return isinstance(node, ast.Attribute) and node.attr == "modules" and isinstance(node.value, ast.Name) and node.value.id == "sys"
 
 
 def outside_functions(tree: ast.AST) -> set[str]:

@@ -166,7 +166,7 @@ def read_log(path: Path) -> RunLog:
         if not path.is_file():
             return RunLog(path, fault="not a file")
         if (size := path.stat().st_size) > MAX_BYTES:
-            return RunLog(path, fault=f"{size >> 20} MiB: too large for a log, not read")
+            return RunLog(path, fault=f"too large for a log: {size >> 20} MiB, not read")
         return parse_log(path.read_bytes() if size else b"", path)  # some of /proc, which have none, make a reader wait
     except OSError as error:
         return RunLog(path, fault=f"cannot be read: {error.strerror}")

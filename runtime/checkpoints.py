@@ -18,7 +18,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from data.shards import drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
+from launch.machine import check_common
 from launch.nests import check_tree, differences, leaves, map_tensors, non_finite
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
@@ -42,11 +43,10 @@ class CheckpointError(ValueError):
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
     """Save; then delete all of the run but this and the last `keep` - 1 before it. Raises OSError, with these as they were."""
     torch.save(map_tensors(lambda x: x, saved), buffer := io.BytesIO())  # NumPy's numbers could not be read
-    payload = buffer.getbuffer()
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_leftovers(path.parent, "step_*.pt.tmp")
     with whole_file(path) as file:
-        file.writelines((MAGIC, hashlib.sha256(payload).digest(), payload))
+        file.writelines((MAGIC, hashlib.sha256(payload := buffer.getbuffer()).digest(), payload))
     others = [old for old in checkpoints(path.parent) if old.name != path.name and is_ours(old)]
     for old in sorted(others, key=lambda old: step_of(old) > step_of(path))[keep - 1 :]:  # first those of a course left
         try:
@@ -119,8 +119,9 @@ def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, 
 
 def check_course(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
     """What was saved. Raises CheckpointError if that is another step's or run's, or its log is there and says otherwise."""
-    if (held := (saved.get("step"), saved.get("run_id", run := path.parent.name))) != (step_of(path), run):  # a copy
-        raise CheckpointError(f"{path}: holds step {held[0]} of run {held[1]}: name it to go on from there")
+    held = saved.get("step"), saved.get("run_id", run := path.parent.name)
+    if f"{held!r}" != f"{(step_of(path), run)!r}":  # a copy; or a tensor, which is equal to nothing
+        raise CheckpointError(f"{path}: holds step {held[0]!s:.99} of run {held[1]!s:.99}: name it to go on from there")
     log, file = saved.get("log"), path.parent.with_name(f"{path.parent.name}.txt")
     texts = isinstance(log, dict) and all(isinstance(log.get(name), str) for name in ("header", "lines"))
     if texts and f"\n{RULE}\n" in log["header"] and not same_run(file, log):
@@ -150,10 +151,11 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
         raise OSError(f"{folder}: {fault}")
 
 
-def whole_state(manager: Any, ranks: Ranks) -> dict[str, Any]:
-    """Every rank's state, on the first rank; called by all. Raises AgreedError for numbers that differ between ranks."""
+def whole_state(manager: Any, ranks: Ranks, caution: Callable = str) -> dict[str, Any]:
+    """Every rank's state, on the first rank; called by all. Raises AgreedError for what is not the same on all, but has to be."""
     state = manager.state_dict()
     ranks.check_same({name: f"{x}" for name, x in leaves(state) if not isinstance(x, Tensor)})
+    check_common(ranks, caution, "tensors", {x: y for x, y in leaves({"same": state["same"]}) if isinstance(y, Tensor)})
     sharded = map_tensors(lambda x: torch.cat(ranks.collect(x) or [x]), state["sharded"])
     lacking = set().union(*ranks.gather([*state["partial"]])) - {*state["partial"]}  # here, as after a branch by chance
     zeros = {label: torch.zeros_like(manager.layout(None)["partial"][label], device="cpu") for label in lacking}

@@ -43,8 +43,9 @@ class Log:
 
     def __init__(self, ranks: Ranks, path: Path, header: str, resumed: dict[str, str] | None = None):
         """header: see log_header; resumed: a checkpoint's log, `header` then being the note. Raises OSError or ValueError."""
-        self.quiet, self.live = not ranks.first, ranks.first and sys.stdout.isatty()
+        self.quiet, self.live = not ranks.first, ranks.first and getattr(sys.stdout, "isatty", bool)()
         self.path, self.header, self.lines, self.unwritten, self.warned = path, header, [], b"", False
+        self.tell = lambda text: self.write(text, console=True)
         self.place, self.size = (), 0  # of the file that this process has written: none yet
         if resumed and not self.quiet:
             if not (parts := same_run(path, resumed)):

@@ -55,11 +55,10 @@ class Ranks(NamedTuple):
 
     def on_all(self, function: Callable, *args: Any) -> Any:
         """function(*args) on every rank: a ValueError or OSError of one is raised on each of them, as an AgreedError."""
-        result = error = None
         try:
-            result = function(*args)
+            result, error = function(*args), None
         except (ValueError, OSError) as caught:
-            error = caught
+            result, error = None, caught
         self.raise_together(error)
         return result
 

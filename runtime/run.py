@@ -18,7 +18,7 @@ import torch.distributed as dist
 from data.loader import FetchedAhead
 from data.shards import check_free, keep_lock, lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
-from launch.machine import apart, checksum, checksums, peak_memory
+from launch.machine import check_common, checksum, checksums, peak_memory
 from launch.nests import differences, map_tensors, non_finite
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
@@ -168,14 +168,11 @@ class Run:
         return bool(self.signals.agreed)
 
     def log_validation(self, step: int, loss: float) -> None:
-        """Write a validation's line, unless it was cut short. Raises AgreedError for numbers that are not finite, and for
-        weights that are not the ranks' common ones: on GPUs, whose kernels may round otherwise, that is told."""
+        """Write a validation's line, unless it was cut short. Raises AgreedError for what is not finite or not common."""
         if not self.signals.agreed:
             if culprits := self._not_finite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
-            if fault := apart(self.ranks.gather(checksums("weights", self.manager.live_tensors()["weights"])), step):
-                self.ranks.raise_together(None if self.ranks.device.type == "cuda" else RunError(fault))
-                self.log.write(f"caution: {fault}", console=True)
+            check_common(self.ranks, self.log.tell, "weights", self.manager.live_tensors()["weights"], f"at step {step}")
             self.log.write(step_line(step, self.total, self.clock.before, loss), console=True)
 
     def _not_finite(self, loss: float) -> str:  # labels of weights, or else of gradients, on any rank; empty if all is finite
@@ -187,12 +184,13 @@ class Run:
     @while_saving
     def _save(self, step: int) -> str:
         """What became of a checkpoint, in words: a full disk does not end the run. Raises AgreedError for infinities, NaN."""
-        path, state = self.folder / f"step_{step:06d}.pt", checkpoints.whole_state(self.manager, self.ranks)
+        path, state = self.folder / f"step_{step:06d}.pt", checkpoints.whole_state(self.manager, self.ranks, self.log.tell)
 
         def write() -> str:
             self.locks[:] = map(keep_lock, self.locks)
             if bad := non_finite(state):
-                raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved; earlier ones are good")
+                earlier = "; earlier ones are good" * any(checkpoints.checkpoints(self.folder))
+                raise ValueError(f"not finite at step {step}: {', '.join(bad)}: stopped, not saved{earlier}")
             kinds = differences({**state, "partial": {}}, {**self.layout, "partial": {}}, "state.")
             if kinds := kinds or self.manager.contradictions(state, step):
                 raise ValueError(f"{'; '.join(kinds[:3])}: updates must keep initial_state's kinds; stopped, not saved")

@@ -190,7 +190,7 @@ def run(script: str, hub: Hub, folder: Path, *options: str) -> tuple[int, str, s
 @pytest.mark.parametrize("script", ["cached_fineweb10B.py", "fineweb.py"])
 @pytest.mark.parametrize(
     "name, value",
-    [("HF_ENDPOINT", value) for value in ("foo", "http://[", "", "ftp://x", "https://", "http://h:port")]
+    [("HF_ENDPOINT", value) for value in ("foo", "http://[", "", "ftp://x", "https://", "http://h:port", " http://h", "http://h ")]
     + [("HF_HUB_ETAG_TIMEOUT", "abc"), ("HF_HUB_DOWNLOAD_TIMEOUT", "1.5"), ("SSL_CERT_FILE", "/nowhere/ca.pem")]
     + [("SSL_CERT_FILE", "/tmp"), ("SSL_CERT_FILE", os.devnull), ("HF_TOKEN_PATH", "/dev/zero")],
 )
@@ -227,7 +227,7 @@ def test_so_is_one_for_the_bars(tmp_path: Path, script: str) -> None:
     assert re.fullmatch(f"{script}: error: TQDM_MININTERVAL in the environment: .*'abc': unset it\n", done.stderr)
 
 
-@pytest.mark.parametrize("script, options", [("cached_fineweb10B.py", "0"), ("fineweb.py", "--num_tokens=50 --workers=1")])
+@pytest.mark.parametrize("script, options", [("cached_fineweb10B.py", "0"), ("fineweb.py", "--num_tokens=50 --shard_tokens=49 --workers=1")])
 def test_a_closed_stderr_leads_nowhere(
     hub: Hub, tmp_path: Path, request: pytest.FixtureRequest, script: str, options: str
 ) -> None:
@@ -235,7 +235,7 @@ def test_a_closed_stderr_leads_nowhere(
     request.getfixturevalue("parquet" if script == "fineweb.py" else "shards")
     command = [*start_command(script, tmp_path), *options.split(), *["--encoding=bytes"] * (script == "fineweb.py")]
     done = subprocess.run(command, env=environment_of(hub, tmp_path), cwd=tmp_path, timeout=60, preexec_fn=lambda: os.close(2))
-    assert done.returncode == 0 and len(shards_in(tmp_path / "out")) == 1
+    assert done.returncode == 0 and len(shards_in(tmp_path / "out")) == (2 if script == "fineweb.py" else 1)
 
 
 def shards_in(folder: Path) -> dict[str, bytes]:
@@ -869,7 +869,7 @@ def here(hub: Hub, parquet: dict[str, list[str]], tmp_path: Path, monkeypatch: p
     return Here(hub, tmp_path / "out", monkeypatch)
 
 
-@pytest.mark.parametrize("shard_tokens", [301, 5000, 10**6])
+@pytest.mark.parametrize("shard_tokens", [301, 5000, 49_000])
 def test_shards_are_the_documents_in_order(here: Here, parquet: dict[str, list[str]], shard_tokens: int) -> None:
     here.make("--shard_tokens", str(shard_tokens))
     assert shards_hold(here.folder, stream_of(parquet), shard_tokens)
@@ -970,7 +970,7 @@ def test_a_damaged_shard_is_made_again(here: Here, parquet: dict[str, list[str]]
     assert shards_hold(here.folder, stream_of(parquet))
 
 
-@pytest.mark.parametrize("limit", [1, SHARD_TOKENS, 2 * SHARD_TOKENS + 77])
+@pytest.mark.parametrize("limit", [SHARD_TOKENS + 1, 2 * SHARD_TOKENS, 2 * SHARD_TOKENS + 77])
 def test_a_limit_on_the_tokens_is_kept_exactly(here: Here, parquet: dict[str, list[str]], limit: int) -> None:
     here.make("--num_tokens", str(limit))
     assert shards_hold(here.folder, stream_of(parquet)[:limit])
@@ -979,15 +979,33 @@ def test_a_limit_on_the_tokens_is_kept_exactly(here: Here, parquet: dict[str, li
     assert here.fetched == []
 
 
+@pytest.mark.parametrize("limit", [1, SHARD_TOKENS])
+def test_a_limit_that_leaves_nothing_to_train_on_is_refused(here: Here, capsys: pytest.CaptureFixture[str], limit: int) -> None:
+    """--num_tokens=50_000_000, to try, made the validation shard alone: "all whole", and then no shard for training."""
+    with pytest.raises(SystemExit, match="2"):
+        here.make("--num_tokens", str(limit))
+    said = f"--num_tokens={limit} and --shard_tokens={SHARD_TOKENS}: the first shard is for validation, none is left for training"
+    assert said in capsys.readouterr().err and here.fetched == [] and not shards_in(here.folder)
+
+
+def test_a_subset_that_leaves_nothing_to_train_on_is_told(here: Here) -> None:
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="all .* tokens are in the validation shard, .* make smaller --shard_tokens, in another"):
+            here.make("--shard_tokens=99_000_000")
+    assert [*shards_in(here.folder)] == ["fineweb_val_000000.bin"]
+
+
 def test_shards_of_another_recipe_or_origin_are_not_mixed_in(here: Here, parquet: dict[str, list[str]]) -> None:
     here.make()
     before = shards_in(here.folder)
-    for option in (("--shard_tokens", "4000"), ("--subset", "sample/100BT"), ("--num_tokens", "9")):
+    for option in (("--shard_tokens", "4000"), ("--subset", "sample/100BT"), ("--num_tokens", "9999")):
         with pytest.raises(SystemExit, match="was made with .* choose another --output"):
             here.make(*option)
     (here.folder / "progress.json").unlink()
-    with pytest.raises(SystemExit, match="unknown origin"):
-        here.make()
+    for origin in ("unknown origin", "cached_fineweb10B.py"):
+        with pytest.raises(SystemExit, match=f"holds shards of {origin} .no progress.json.: choose another --output"):
+            here.make()
+        (here.folder / "fetched.json").touch()
     assert shards_in(here.folder) == before
 
 

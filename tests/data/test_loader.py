@@ -310,6 +310,20 @@ OTHER = {  # what a check is given, and what it says; "": nothing
 }  # fmt: skip
 
 
+def test_an_encoding_that_is_not_that_of_finewebs_progress_is_refused(folder):
+    """The samples' text was of another vocabulary than the shards."""
+    for path in [*folder.iterdir()]:
+        path.rename(folder / f"fineweb_{path.name.partition('_')[2]}")
+    for text in ("", "[]", '{"recipe": 3}', '{"recipe": {"encoding": "gpt2"}}'):
+        (folder / "progress.json").write_text(text)
+        check(folder, encoding="gpt2")
+    check(folder)
+    with pytest.raises(DataError, match="/progress.json: its shards were not made for --encoding=r50k_base: give --encoding=gpt2$"):
+        check(folder, encoding="r50k_base")
+    write(folder, documents([40] * 10), index=9)  # beside another's
+    check(folder, encoding="r50k_base")
+
+
 @pytest.mark.parametrize("case", OTHER)
 def test_settings_that_are_not_those_of_the_shards_manifest_are_refused(folder, case):
     """With the bos_id of another encoding a run trained on wrong documents, without a word."""

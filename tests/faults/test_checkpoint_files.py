@@ -118,6 +118,16 @@ def test_a_copy_under_a_later_steps_name_is_no_later_step(tmp_path, capsys):
     assert "step_000009.pt: holds step 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("held", [dict(step=torch.tensor([5, 5])), dict(step=5, run_id=torch.zeros(0)), dict(step=True)], ids=str)
+def test_a_step_that_is_no_number_is_passed_over(tmp_path, capsys, held):
+    """Made by hand, under a fitting SHA-256: a tensor of several is neither equal nor not."""
+    save(tmp_path / "a", 1, 3)
+    for step in (1, 5):
+        write_checkpoint(tmp_path / "a" / f"step_{step:06d}.pt", held, 99)
+    assert find_checkpoint("latest", f"{tmp_path}", "a")[1]["step"] == 3
+    assert re.search(r"passed over .*step_000005.pt: holds step \S+ .*of run \S+: name it", capsys.readouterr().err)
+
+
 def test_a_copy_that_was_put_aside_is_no_run_of_its_own(good, shards, tmp_path, capsys, no_warm_up):
     """The newest file of all; its run would be taken back to it, and lose its later checkpoints."""
     shutil.copytree(good, tmp_path / "logs")

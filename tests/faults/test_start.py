@@ -1146,6 +1146,38 @@ def test_what_a_killed_rank_has_started_ends_with_it(ranks, tmp_path):
     wait_until(lambda: not (text := text_of(status)) or "\nState:\tZ" in text)
 
 
+BEGINS = """\
+import atexit, os, subprocess, sys, threading
+rank, done = os.environ.get("RANK", "none"), threading.Event()
+threading.Thread(target=done.wait).start()
+child = subprocess.Popen(["sleep", "600"])
+atexit.register(lambda: open("ended", "a").write(rank))
+open(f"child-{rank}", "w").write(f"{child.pid}")
+class Tee:
+    def __init__(self, stream): self.write, self.flush = stream.write, stream.flush
+sys.stdout, sys.stderr = Tee(sys.stdout), Tee(sys.stderr)
+def main(): print("trained")
+if __name__ == "__main__":
+    main()
+    child.kill()
+    done.set()
+"""
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_what_a_script_begins_as_it_is_imported_ends_with_the_launcher(tmp_path, mistake):
+    """A thread that waits for the script's end kept it for ever, deaf to signals; a file that rank 0 had written at its end was
+    written again by a process that had trained nothing; a stream without an encoding was an AttributeError."""
+    (tmp_path / "idea.py").write_text(BEGINS.replace("def main", "def other" if mistake else "def main"))
+    command = [PYTHON, f"{ROOT}/launch/start.py", "idea.py", "--data=here"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"RANKS": "1"}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == mistake and ("trained" in done.stdout) != mistake, done
+    assert ("has no main()" in done.stderr) == mistake and "Traceback" not in done.stderr
+    assert text_of(tmp_path / "ended") == ("" if mistake else "0")
+    status = Path(f"/proc/{text_of(tmp_path / 'child-none')}/status")
+    wait_until(lambda: not (text := text_of(status)) or "\nState:\tZ" in text)
+
+
 SAVES = """\
 from launch import signals
 signals.STOP_TIMEOUT = 0.2

@@ -325,6 +325,10 @@ SCRIPTS = {
     "other run": BASE.replace("Run(1)", "Other(1)"),
     "patch": BASE.replace("lr = 1", "import time\ntime.perf_counter = step"),
     "patch in a step": BASE.replace("def step(x):", "def step(x):\n    torch.__dict__['x'] = 1"),
+    "patch in a list": BASE.replace("def step(x):", "def step(x):\n    [0 for torch.x in [int]]"),
+    "mock patch": BASE.replace("def step(x):", "def step(x):\n    from unittest import mock\n    mock.patch('data.x', 1).start()"),
+    "referrers": BASE.replace("def step(x):", "def step(x):\n    import gc\n    gc.get_referrers(torch.ones)[0].update(x=1)"),
+    "by modules": BASE.replace("def step(x):", "def step(x):\n    [0 for x in [sys.modules['data'].x]]"),
     "hidden patch": BASE.replace("lr = 1", "setattr(torch, 'x', 1)"),
     "flag": BASE.replace("lr = 1", "torch._inductor.config.max_autotune = True"),
     "mode": BASE.replace("lr = 1", "model.compile(fullgraph=True, mode='max-autotune')"),
@@ -348,6 +352,7 @@ OUTSIDE = {
     "a block's": "import time\nwith open('x') as time.perf_counter:\n    pass",
     "updated": "import time\ntime.__dict__.update(perf_counter=int)",
     "set": "import time\nobject.__setattr__(time, 'perf_counter', int)",
+    "a list's": "import time\n[0 for time.perf_counter in [int]]",
     "twice": "def validate():\n    return 3",
 }
 SCRIPTS |= {name: BASE.replace("def train", f"{text}\ndef train") for name, text in OUTSIDE.items()}
@@ -410,6 +415,7 @@ def test_the_rules_are_filled_in_with_what_logs_prove(tmp_path, capsys):
         *((rule, " ", {"name": name}) for rule in (0, 2) for name in OUTSIDE),
         (2, " ", {"name": "longer", "modules": {**MODULES, "faster.py": b"def longer(): pass\n"}}),
         *((rule, "x", {"name": "tables"}) for rule in (0, 2)),
+        *((rule, " ", {"name": name}) for rule in (0, 2) for name in ("patch in a list", "mock patch", "referrers", "by modules")),
         (0, " ", {"name": "fewer"}),
         (0, " ", {"name": "module"}),
         (0, "!", {"modules": MODULES | {"data/loader.py": b"a = 2\n"}}),

@@ -52,7 +52,7 @@ def test_history_is_made_from_the_records(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     (tmp_path / "1_A" / "record.toml").write_text('date = "2026-01-01"\n')
     with pytest.raises(
-        SystemExit, match=r"1_A.record\.toml: description must be a line of text; contributors must be a list of names; track"
+        SystemExit, match=r"1_A.record\.toml: description must be a line of text; contributors must be a list of names, none of them empty; track"
     ):
         history.main([], tmp_path)
 
@@ -83,14 +83,16 @@ def test_runs_that_alternated_are_compared_in_pairs_by_the_record_too(tmp_path, 
         history.main([], root)
 
 
+GPUS = "\n".join(line for line in ENVIRONMENT.splitlines() if "CudaDevice" in line)
+OF_A_CPU = ENVIRONMENT.replace(GPUS, "cpu: AMD EPYC, 2 cores, 1 threads a rank")
+
+
 def test_runs_of_a_cpu_are_no_record_of_eight_h100(tmp_path):
     """A demo's race was entered as one, 10.9 s to a loss of 3.28."""
     root = tmp_path / "records"
     root.mkdir()
     (root / "README.md").write_text(f"{history.BEGIN}\n{history.END}\n")
-    gpus = "\n".join(line for line in ENVIRONMENT.splitlines() if "CudaDevice" in line)
-    cpu = ENVIRONMENT.replace(gpus, "cpu: AMD EPYC, 2 cores, 1 threads a rank")
-    added = ["--add", "1_A", write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28], environment=cpu)]
+    added = ["--add", "1_A", write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28], environment=OF_A_CPU)]
     added += ["--description", "x", "--contributors", "Ann"]
     with pytest.raises(SystemExit, match=r"are of a CPU \(AMD EPYC, 2 cores, 1 threads a rank\): say --track, such as 'demo"):
         history.main(added, root)
@@ -179,6 +181,25 @@ def test_what_a_killed_process_left_goes_and_a_wrong_option_is_named(tmp_path, r
             add(root, "1_A", runs, option)
     add(root, "1_A", runs)
     assert sorted(path.name for path in root.iterdir()) == [".record-old_logs", "1_A", "README.md"]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--picture=2_B"], "2_B: no such record"),
+        (["--add", "1_A", "nothing"], "nothing: no such log or folder"),
+        (["--add", "1_A", "RUNS", "--baseline=nothing"], "nothing: no such log or folder"),
+        (["--add", "1_A", "CPU"], "these runs are of a CPU"),
+    ],
+)
+def test_what_the_arguments_alone_tell_is_told_before_all_records_are_read(tmp_path, root, monkeypatch, arguments, said):
+    """A typo was named after the seconds, of each record, that the pages of all take."""
+    monkeypatch.setattr(history, "read_record", lambda _: pytest.fail("first all records were read"))
+    folders = {"RUNS": write_runs(tmp_path / "runs", [80_000], [3.27])}
+    folders["CPU"] = write_runs(tmp_path / "cpu", [80_000], [3.27], environment=OF_A_CPU)
+    more = ["--description=x", "--contributors=Ann"] * ("--add" in arguments)
+    with pytest.raises(SystemExit, match=f"history.py: error: .*{said}"):
+        history.main([*(folders.get(x, x) for x in arguments), *more], root)
 
 
 @pytest.mark.parametrize(

@@ -474,6 +474,33 @@ def test_what_is_no_script_is_refused(tmp_path, capsys):
     assert "notes.md: no script: must end in .py" in capsys.readouterr().err and not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--val_every=3", "7"], "--val_every=3: unknown here; options of the runs stand after --, as: -- --val_every=3 7"),
+        (["--", "--help"], "--help after -- is the script's: ./run.sh --help"),
+        (["--", "--seed=3"], "--seed is the race's to give"),
+    ],
+)
+def test_options_of_the_runs_stand_after_two_hyphens(tmp_path, capsys, options, said):
+    with pytest.raises(SystemExit, match="2"):
+        race.main([f"{ROOT}/train_gpt.py", f"{ROOT}/sample.py", "1", f"--logs={tmp_path}/logs", *options])
+    told = capsys.readouterr().err
+    assert said in told and "N [-- --option=value ...]" in told and not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_race_that_is_refused_at_once_leaves_nothing(track, tmp_path, left):
+    """Its folders and race.json stayed. What a run leaves, as a log, keeps them."""
+    (tmp_path / "calls.txt.refused").touch()
+    if left:
+        (tmp_path / "logs" / "after").mkdir(parents=True)
+        (tmp_path / "logs" / "after" / "notes").touch()
+    with pytest.raises(SystemExit, match="after, seed 0: ended with code 1. Mend what it says above"):
+        track("--", "--val_every=0")
+    assert (tmp_path / "logs" / "race.json").exists() == left == (tmp_path / "logs").exists()
+
+
 def test_scripts_of_one_name_have_two_folders(tmp_path):
     assert race.names_of([tmp_path / "a" / "idea.py", tmp_path / "b" / "idea.py"]) == ["a-idea", "b-idea"]
     assert tool.ROOT == ROOT and race.RUN[0] == str(ROOT / "run.sh")

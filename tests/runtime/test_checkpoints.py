@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import io
+import math
 import os
 import pickle
 import random
@@ -197,6 +198,39 @@ def test_a_value_that_no_checkpoint_gives_back_is_told_before_the_first_step(sha
     if kind is Now:  # by hand
         ends_with(capsys, options(shards, tmp_path), fault, 1)
         assert "step:" not in lines_of(tmp_path / "logs" / "run.txt")
+
+
+@pytest.mark.parametrize("value", [math.inf, torch.tensor(-math.inf), {"best": [math.nan]}, np.float64(math.inf)])
+def test_a_value_that_is_not_finite_is_told_before_the_first_step(shards, tmp_path, monkeypatch, capsys, value):
+    """As the first best loss: the run ended at its first save, and said that earlier ones were good."""
+    keep(monkeypatch, value)
+    fault = r"same\.kept\S* is not finite, of .*Keeping's state: no checkpoint is saved of that: begin with a number, as 1e30"
+    for more in {}, dict(bigram_rows=1 << 20):  # of a model on meta it may be on meta, too
+        with pytest.raises(ValueError, match=fault):
+            check_start(train_gpt, tiny_settings(shards, tmp_path, **more), 1)
+    ends_with(capsys, options(shards, tmp_path), fault, 1)  # by hand
+    assert "step:" not in lines_of(tmp_path / "logs" / "run.txt")
+
+
+@pytest.mark.parametrize("part", ["sharded", "partial"])
+def test_rows_of_no_parameter_are_told_before_the_first_step(shards, tmp_path, monkeypatch, capsys, part):
+    """Every checkpoint was written, and none could be resumed: a KeyError in load_whole_state."""
+
+    class Keeping(TrainingManager):
+        def _arrange(self, states, pending):
+            state = super()._arrange(states, pending)
+            extra = {} if part == "partial" and len(pending) == len(self.optimizer.params) else {"ema": {"embed": torch.ones(2)}}
+            return state | {part: state[part] | extra}
+
+        def load_state_dict(self, saved):
+            super().load_state_dict(saved | {part: {label: x for label, x in saved[part].items() if label != "ema"}})
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Keeping)
+    fault = f"{part}.ema is no parameter's, of .*Keeping's state: a rank's rows are known of those alone: keep it in the optimizer's"
+    for more in {}, dict(bigram_rows=1 << 20):
+        with pytest.raises(ValueError, match=fault):
+            check_start(train_gpt, tiny_settings(shards, tmp_path, **more), 1)
+    ends_with(capsys, options(shards, tmp_path), fault, 1)
 
 
 def test_plain_values_are_given_back(shards, tmp_path, monkeypatch, no_warm_up):

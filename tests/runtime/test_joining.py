@@ -305,6 +305,15 @@ def test_a_number_of_one_ranks_own_is_not_saved_for_all(run_ranks, shards, tmp_p
     assert run_ranks(2, own_numbers, shards, tmp_path) == [said, said]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tensor_of_one_ranks_own_is_not_saved_for_all(run_ranks, shards, tmp_path, device):
+    """As the mean norm of a gradient's own rows, outside of the optimizer's state. On GPUs a kernel may round otherwise."""
+    who = "the tensors of same.optimizer.scalars.own are not the same on all ranks at a save"
+    said = f"{who}: a checkpoint would give all of them the first one's: all_reduce what goes into them"
+    expected = [said if device == "cpu" else f"caution: {said}"] * 2
+    assert run_ranks(2, own_tensors, shards, tmp_path, device) == expected
+
+
 def test_a_number_that_is_none_yet_is_the_same_on_all_ranks(run_ranks, shards, tmp_path):
     """NaN, which equals nothing: "is nan, on rank 0 nan"."""
     assert run_ranks(2, no_numbers, shards, tmp_path) == [True, True]
@@ -332,6 +341,14 @@ def no_numbers(rank: int, world_size: int, shards: Path, folder: Path) -> bool:
     manager = train_gpt.build(tiny_settings(shards, folder), ranks)
     manager.optimizer.state["embed"]["best"] = math.nan
     return math.isnan(whole_state(manager, ranks)["sharded"]["embed"]["best"])
+
+
+def own_tensors(rank: int, world_size: int, shards: Path, folder: Path, device: str) -> str:
+    manager = train_gpt.build(tiny_settings(shards, folder), Ranks(rank, world_size, torch.device("cpu")))
+    manager.optimizer.state["scalars"]["own"] = torch.tensor(float(rank))
+    ranks, cautions = Ranks(rank, world_size, torch.device(device)), []
+    said = raised(whole_state, manager, ranks, cautions.append)
+    return cautions[0] if cautions else said
 
 
 def own_numbers(rank: int, world_size: int, shards: Path, folder: Path) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,14 @@ def test_a_terminal_gets_one_live_line_of_a_row(shards, tmp_path, monkeypatch, n
     assert len(live) == 8 and max(len(line.partition("\n")[0]) for line in live) < columns
     row = re.match(r"step 8/8  loss \d+(\.\d{4}  [\d,]+ tokens/s  0:00 left)?", live[-1])
     assert row and bool(row[1]) == (columns == 80)
+
+
+def test_a_stream_of_a_scripts_own_gets_plain_lines(shards, tmp_path, monkeypatch, no_warm_up):
+    """One that writes to a file too, and has write() and flush() alone."""
+    text = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=text.write, flush=text.flush))
+    main(options(shards, tmp_path))
+    assert sum(line.startswith("step:") for line in text.getvalue().splitlines()) == 8 + 3
 
 
 def test_one_rank_trains_like_two(finished, shards, tmp_path, no_warm_up):

@@ -1,5 +1,6 @@
 """The warm-up runs every shape that the schedule uses, and leaves no trace."""
 
+import io
 import itertools
 import os
 import random
@@ -8,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy
 import pytest
@@ -108,6 +109,12 @@ class Static:
 add_one = closure()
 
 
+class Counts(dict):
+    """With an attribute beside what it holds."""
+
+    total = 0
+
+
 def numbered():
     at = 0
     while True:
@@ -147,6 +154,14 @@ KEPT = {  # an idea's own state, by its name in the message: how it is made, and
     "manager.listed[0]": (put("listed", lambda m: [].append), lambda m: m.listed(1), "step"),
     "manager.hook.args[0].mean": (put("hook", lambda m: partial(Slots.__setattr__, Slots())), lambda m: m.hook("mean", 2.0), "step"),
     "manager.array": (put("array", lambda m: numpy.zeros((300, 300)).T), lambda m: m.array.__setitem__((0, 0), 1), "step"),
+    "manager.model._parameters['lm_head'].slow": (
+        lambda m: setattr(m.model.lm_head, "slow", torch.zeros(2)), lambda m: m.model.lm_head.slow.add_(1), "step"),
+    "manager.probe.grad": (
+        put("probe", lambda m: torch.zeros(2, requires_grad=True)), lambda m: setattr(m.probe, "grad", torch.ones(2)), "pass"),
+    "manager.counts.total": (put("counts", lambda m: Counts()), lambda m: setattr(m.counts, "total", 1), "step"),
+    "manager.bits": (put("bits", lambda m: numpy.random.PCG64(0)), lambda m: m.bits.random_raw(), "step"),
+    "manager.written": (put("written", lambda m: io.BytesIO()), lambda m: m.written.write(b"x"), "step"),
+    "manager.activation": (put("activation", lambda m: torch.relu), lambda m: setattr(m, "activation", torch.tanh), "step"),
     "manager.seen": (put("seen", lambda m: 0), lambda m: setattr(m, "seen", m.seen + 1), "step"),
     "manager.average.held['lm_head']": (put("average", Average), lambda m: m.average.take_in(m), "step"),
     "manager.swa._buffers['n_averaged']": (
@@ -277,7 +292,18 @@ ODD = {
 def test_what_cannot_be_looked_at_is_passed_over(monkeypatch, kind):
     """Each ended a sound run in a traceback."""
     monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
-    assert kept_outside(SimpleNamespace(odd=ODD[kind](), after=3), None) == {"manager.after": "3"}
+    assert kept_outside(SimpleNamespace(odd=ODD[kind](), after=3), None)["manager.after"] == "3"
+
+
+def test_what_a_kernel_of_an_idea_compiles_is_no_state(monkeypatch):
+    """It keeps it, and the hash of its source, from its first call on, which is the warm-up's."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
+    kernel = triton.runtime.JITFunction(counted)
+    held = SimpleNamespace(kernel=kernel, tuned=triton.autotune([triton.Config({})], key=[])(kernel))
+    before = kept_outside(held, None)
+    kernel.hash = kernel.device_caches[0] = held.tuned.cache["8"] = "compiled"
+    assert kept_outside(held, None) == before
 
 
 class Corpus(list):
@@ -306,8 +332,9 @@ def test_a_vocabulary_does_not_hide_what_follows(monkeypatch, where):
     """A global dict of 100,256 entries took all the looks that a run has, and an optimizer's own state was not seen."""
     manager = SimpleNamespace(optimizer=SimpleNamespace(clip=SimpleNamespace(mean=1.0)))
     vocabulary = {f"token{i}": i for i in range(500)}
-    setattr(manager if where == "manager" else THIS, "VOCABULARY", vocabulary)
-    monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {"test_warm_up": THIS})
+    script = ModuleType("script")
+    setattr(manager if where == "manager" else script, "VOCABULARY", vocabulary)
+    monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {"script": script})
     monkeypatch.setattr(launch.unsaved, "MOST", 2000)
     found = kept_outside(manager, None)
     monkeypatch.setattr(launch.unsaved, "MOST", len(found) - 250)
