@@ -194,6 +194,7 @@ def test_what_a_killed_process_left_goes_and_a_wrong_option_is_named(tmp_path, r
 )
 def test_what_the_arguments_alone_tell_is_told_before_all_records_are_read(tmp_path, root, monkeypatch, arguments, said):
     """A typo was named after the seconds, of each record, that the pages of all take."""
+    add(root, "0_Z", write_runs(tmp_path / "first", [90_000], [3.27]))
     monkeypatch.setattr(history, "read_record", lambda _: pytest.fail("first all records were read"))
     folders = {"RUNS": write_runs(tmp_path / "runs", [80_000], [3.27])}
     folders["CPU"] = write_runs(tmp_path / "cpu", [80_000], [3.27], environment=OF_A_CPU)

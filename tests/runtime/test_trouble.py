@@ -205,6 +205,13 @@ def test_a_number_of_a_rules_state_that_is_not_finite_is_not_saved(shards, tmp_p
     assert [path.name for path in (tmp_path / "logs" / "run").iterdir()] == ["step_000003.pt"]
 
 
+def test_a_first_save_promises_no_earlier_ones(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    monkeypatch.setattr(TrainingManager, "step_optimizers", lambda self, step: self.optimizer.state["embed"].update(step=float("inf")))
+    with pytest.raises(SystemExit):
+        main(options(shards, tmp_path, save_every=1, val_every=0))
+    assert "not finite at step 1: sharded.embed.step: stopped, not saved\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value, fault", [(True, "bool, here float"), (torch.zeros(514, 2), "Tensor, here float")])
 def test_a_rules_state_that_changes_its_kind_is_found_at_a_save(shards, tmp_path, monkeypatch, capsys, no_warm_up, value, fault):
     """An idea's: every checkpoint was written, and none could be resumed."""
