@@ -1,8 +1,8 @@
 """bankrun: train a GPT-2-class model to a validation loss of 3.28 on FineWeb.
 
-Result so far: the demo, on two CPU cores (records/). The arithmetic is proven on CPUs, by ./test.sh: every
-kernel against a reference, 1 to 16 ranks against one. Nothing has been timed on a GPU yet. The recipe is
-public record 70 of github.com/KellerJordan/modded-nanogpt (its 10 logs of 1507 + 40 steps: mean loss 3.27824).
+Result so far: the demo, on two CPU cores (records/). The arithmetic is proven on CPUs, by ./test.sh: every kernel against a
+reference, 1 to 16 ranks against one. Nothing has been timed on a GPU yet. The recipe is public record 70 of
+github.com/KellerJordan/modded-nanogpt (its 10 logs of 1507 + 40 steps: mean loss 3.27824).
 
     ./run.sh                                               # the record preset on GPUs, the demo without
     ./run.sh my_copy.py --num_scheduled_iterations=200     # your own copy, your own settings
@@ -44,11 +44,11 @@ from data.encodings import check_encoding
 from data.loader import (
     DataFacts, check_data, distributed_data_generator, synthetic_batch, to_device, train_pattern, val_pattern,
 )  # fmt: skip
-from launch.console import AgreedError, RunError, Stopped, leave, tell
+from launch.console import AgreedError, RunError, Stopped, leave, raise_first, tell
 from launch.machine import seed_random
 from launch.nests import differences, map_tensors
 from launch.signals import Signals
-from runtime.options import check_values, is_plain_name, parse_options, raise_first, setting
+from runtime.options import check_values, is_plain_name, parse_options, setting
 from runtime.ranks import Ranks, join_ranks
 from runtime.run import Run
 from sample import sample_text
@@ -120,8 +120,7 @@ class Hyperparameters:
     @property
     def max_tokens(self) -> int:
         """The longest micro-batch, in training or validation."""
-        step_tokens = max(stage.batch for stage in (*STAGES, EXTENSION)) * self.batch_unit
-        return max(step_tokens, self.val_batch_tokens) // self.micro_batches
+        return max(self.val_batch_tokens, *(x.batch * self.batch_unit for x in (*STAGES, EXTENSION))) // self.micro_batches
 
     @property
     def stream(self) -> dict[str, int]:
@@ -135,9 +134,8 @@ class Hyperparameters:
         check_encoding(self.encoding)
         traced, total = steps_of(self.trace_steps), self.total_iterations
         m, unit, longest, vocab = self.micro_batches, self.batch_unit, self.max_tokens, self.vocab_size
-        stages = enumerate((*STAGES, EXTENSION), 1)
-        sizes = {f"batch_unit={unit} (stage {i})": stage.batch * unit for i, stage in stages}
-        sizes[f"val_batch_tokens={self.val_batch_tokens}"] = self.val_batch_tokens
+        sizes = {f"batch_unit={unit} (stage {i})": x.batch * unit for i, x in enumerate((*STAGES, EXTENSION), 1)}
+        sizes[f"val_batch_tokens={self.val_batch_tokens}"] = val = self.val_batch_tokens
         uneven = [f"--{name}: {tokens} tokens do not" for name, tokens in sizes.items() if tokens % (16 * m)]
         multiple = f"use a multiple of {world_size}, or start another number of ranks"
         raise_first(
@@ -148,8 +146,7 @@ class Hyperparameters:
                      f"(FP8 products need that): change it or --micro_batches"),
             (self.doc_slots > longest + 1, f"--doc_slots={self.doc_slots}: the most tokens are {longest}"),
             (self.block_size > longest, f"--block_size={self.block_size}: the most tokens are {longest}"),
-            (self.val_tokens % self.val_batch_tokens,
-             f"--val_tokens={self.val_tokens} is no multiple of --val_batch_tokens={self.val_batch_tokens}"),
+            (self.val_tokens % val, f"--val_tokens={self.val_tokens} is no multiple of --val_batch_tokens={val}"),
             (self.bos_id >= vocab, f"--bos_id={self.bos_id} is outside the vocabulary, --vocab_size={vocab}"),
             (self.sample_nucleus > 1, f"--sample_nucleus={self.sample_nucleus}: a share is at most 1"),
             (vocab > 65536, f"--vocab_size={vocab}: shards hold uint16 tokens, so at most 65536"),
@@ -407,12 +404,16 @@ def check_tables() -> None:
         )
     ends = [0.0, *(stage.until for stage in STAGES)]
     longs = [long for long, _ in itertools.groupby(stage.long for stage in (*STAGES, EXTENSION))]
-    uneven = [i for i, stage in enumerate(STAGES, 1) if len(stage.mtp_first) != len(stage.mtp_last)]
+    rows = [*enumerate((*STAGES, EXTENSION, FINAL_VALIDATION), 1)]
+    odd = [i for i, row in rows if {*map(type, row[1:4])} != {int} or not all(0 < x < math.inf for x in row[1:5])]
+    uneven = [i for i, (*_, a, b) in rows if {type(a), type(b)} != {tuple} or len(a) != len(b) or not min(sum(a), sum(b)) > 0]
     raise_first(
+        (odd, f"STAGES, stage {odd[:1]}: batch and windows must be whole numbers from 1 on, lr a number above 0"),
         (ends != sorted(set(ends)) or ends[-1] != 1, f"STAGES: until must rise and end at 1, is {ends[1:]}"),
         ("backout" not in [layer.keep for layer in LAYERS], "LAYERS: none keeps 'backout', which is subtracted at the end"),
         (len(longs) > len({*longs}), f"STAGES, EXTENSION: a long window cannot come back (YaRN), is {longs}"),
-        (uneven, f"STAGES, stage {uneven}: mtp_first and mtp_last must have as many weights"),
+        (uneven, f"STAGES, stage {uneven[:1]}: mtp_first and mtp_last must be tuples of as many weights, as (1,), sums above 0"),
+        (SPLIT_EMBED_AT < 0, f"SPLIT_EMBED_AT is {SPLIT_EMBED_AT}, must be 0 or more: a fraction of the scheduled steps"),
     )
 
 
@@ -1060,8 +1061,7 @@ def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
     """PARAM_TABLE as the options change it."""
     lr_muls = {Adam: h.adam_lr_mul, NorMuon: h.muon_lr_mul}
     changes = {"comms": "replicated"} if h.comms == "replicated" else {}
-    if h.grad_dtype != "param":
-        changes["grad_dtype"] = getattr(torch, h.grad_dtype)
+    changes |= {"grad_dtype": getattr(torch, h.grad_dtype)} if h.grad_dtype != "param" else {}
     lr = lambda row: row.lr * math.prod(mul for rule, mul in lr_muls.items() if isinstance(row, rule))
     return {label: replace(row, lr=lr(row), **changes) for label, row in PARAM_TABLE.items()}
 
@@ -1206,9 +1206,9 @@ def micro_batches(h: Hyperparameters, ranks: Ranks, training: bool, first_step: 
 # Warm-up and validation
 
 
-def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None:
-    """Run each shape from first_step on, of validations the first alone if nothing compiles; then restore the state.
-    Raises AgreedError for a parameter that takes no part in training, for as many passes as two steps have."""
+def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0, again: int | None = None) -> None:
+    """Run each shape from first_step on, of validations the first alone if nothing compiles, or one pass and the update of step
+    `again`; then restore the state. Raises AgreedError for a parameter that takes no part, for as many passes as two steps have."""
     model, h = manager.model, manager.h
     slow = h.compile or ranks.device.type == "cuda"  # the first time
     sizes, saved, seen = {x: getattr(h, x) for x in ("vocab_size", "max_doc_len", "doc_slots")}, manager.state_dict(), set()
@@ -1217,7 +1217,7 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
         for training in [True] * (step < h.total_iterations) + [False] * validated:
             tokens = (now.batch_tokens if training else h.val_batch_tokens) // h.micro_batches
             shape = (training, tokens, now.short_window, now.long_window, training and len(now.mtp_weights))
-            if shape in seen:
+            if shape in seen or seen and again is not None:
                 continue
             seen.add(shape)
             manager.advance_schedule(step)
@@ -1231,10 +1231,10 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
                 if not (idle := training and manager.optimizer.lack_of_gradients(manager.optimizer.params, f" at step {step}")):
                     break
             ranks.raise_together(idle or None)
-    for step in sorted({*range(4), *range(manager.split_step, manager.split_step + 4)}):  # with Adam or not; tied, split, later
+    for step in sorted({*range(4), *range(manager.split_step, manager.split_step + 4)}) if again is None else [again]:
         for param in model.parameters():
             param.grad = torch.ones_like(param)  # so that weights move, and averages of them
-        manager.step_optimizers(step)
+        manager.step_optimizers(step)  # with Adam or not; tied, split, later
     manager.tails.after_step(h.total_iterations - 1)
     manager.load_state_dict(saved)
     manager.advance_schedule(0)
@@ -1283,7 +1283,7 @@ def prepare(run: Run) -> TrainingManager:
     warm_up(manager, ranks, run.first_step)
     parameters, seconds = sum(p.numel() for p in manager.model.parameters()), time.perf_counter() - started
     run.log.show(f"{parameters:,} parameters, ranks: {ranks.world_size}, warm-up {seconds:.0f} s")
-    run.restore()
+    run.restore(functools.partial(warm_up, manager, ranks, run.first_step))
     return manager
 
 

@@ -336,6 +336,13 @@ CLOSED_BY_PYTHON = (  # as it ends, whoever holds them: what only their close() 
 )  # fmt: skip
 
 
+def raise_first(*rules: tuple[Any, str]) -> None:
+    """Raise ValueError with the message of the first (fault, message) whose fault is true."""
+    for fault, message in rules:
+        if fault:
+            raise ValueError(message)
+
+
 def leave(message: str, code: int) -> None:
     """Tell, if anything, and end this process at once, with the daemons that multiprocessing has started: a broken process group
     would wait for the ranks that have gone. After a good end (code 0) return, for the script to end as any other, up to end_well:

@@ -33,9 +33,11 @@ READ = re.compile(
     r"""|["'](\w+)["']\s+(?:not\s+)?in\s+(?:os\.)?environ\b"""
 )
 IN_QUOTES = re.compile(r"""["'](\w+)["']""")  # so may a script's own, by whatever name os.environ has there
-NUMBER = re.compile(r"[-+.\de]{1,8}")  # no secret, of a name that does not end in such a word: BATCH_TOKENS
+NUMBER = re.compile(r"[-+.\de]{1,8}")  # no key, of a name that does not end in such a word: BATCH_TOKENS
 LAUNCHERS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+|OMP_NUM_THREADS")
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "AUTH", "CREDENTIAL")
+KEYS = ("KEY", "TOKEN")  # a secret's name, if it ends so, or if no number stands there
+SECRETS = re.compile(r"SECRET|PASS|PWD|(?:^|_)(?:PAT|PIN)(?:_|$)|AUTH|CREDENTIAL|JWT|COOKIE|SESSION|CERT")
+SECRET = re.compile(r"(?:gh[a-z]_|github_pat_|glpat-|hf_|sk-|xox\w-|AKIA|eyJ)[\w.-]{8,}")  # values, whatever the name
 COMMON = {  # what all ranks hold alike, and how to keep it so
     "weights": "the rule of a replicated parameter must do the same on each, with no random numbers",
     "tensors": "a checkpoint would give all of them the first one's: all_reduce what goes into them",
@@ -76,9 +78,9 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
 
 
 def is_logged(name: str, value: str) -> bool:  # none that launchers set, and no secret
-    secret = any(word in name.upper() for word in SECRETS)
-    number = NUMBER.fullmatch(value) and not name.upper().endswith(SECRETS)
-    return not LAUNCHERS.fullmatch(name) and bool(number or not secret)
+    upper, number = name.upper(), NUMBER.fullmatch(value)
+    key = upper.endswith(KEYS) if number else any(word in upper for word in KEYS)
+    return not (LAUNCHERS.fullmatch(name) or key or SECRETS.search(upper) or SECRET.search(value))
 
 
 def usable_cores() -> int:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import cache_from_source, spec_from_file_location
+from importlib.util import cache_from_source, find_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -60,6 +60,9 @@ class Sources:
         self.relative: tuple[int, str] = 0, ""  # this process, once its run has begun, and the run's relative paths
         running = getattr(sys.modules.get("__main__"), "__file__", None)
         if running and self.path in places(running):  # no test, tool or notebook
+            if lacking := [name for name in ("torch", "numpy") if not find_spec(name)]:
+                how = f"./run.sh {self.script}, or the project's .venv/bin/python"
+                sys.exit(f"{self.path.name}: error: {sys.executable} has no {lacking[0]}: start it with {how}")
             sys.meta_path.insert(0, self)
             sys.addaudithook(self._heed)
 

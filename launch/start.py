@@ -609,7 +609,9 @@ def make_data(tool: str) -> float:
     begun = time.monotonic()
     console(f"data: {tool}")
     command = [sys.executable, "-u", f"{ROOT / tool}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as making:
+    ours = importlib.import_module("launch.console")  # of the script's tree, which may be older
+    how = {"stdout": subprocess.PIPE, "text": True, "errors": "replace", "preexec_fn": getattr(ours, "end_with_parent", None)}
+    with subprocess.Popen(command, **how) as making:
         try:
             for line in making.stdout:
                 console(line.rstrip())

@@ -9,13 +9,14 @@ import contextlib
 import functools
 import gc
 import heapq
+import io
 import itertools
 import operator
 import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from numbers import Number
 from pathlib import PurePath
 from types import BuiltinMethodType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
@@ -30,8 +31,8 @@ from launch.machine import check_buffers, checksum, checksums
 from launch.nests import leaves, non_finite, unreadable
 from launch.sources import Sources
 
-PROJECT = {"attention", "cpu", "data", "launch", "no_triton", "runtime", "sample", "tail_averages", "tracer", "triton_kernels"}
-SET_IN_EACH_STEP = {"lr_mul", "momentum", "wide_grads"}  # of the optimizer
+PROJECT = {"data", "launch", "no_triton", "runtime", "sample", "tracer"}  # what is no part of the recipe
+SET_IN_EACH_STEP = {"lr_mul", "momentum"}  # of the optimizer
 SAMPLED = 1 << 16  # elements by which a larger tensor or array is told from another
 MOST = 100_000  # values that are looked at
 FEW = 100  # for each so many that a container has, its values come later
@@ -40,6 +41,7 @@ SEEDED = random._inst, numpy.random.mtrand._rand, torch.default_generator  # in 
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
 NAMES = *CALLED, type, torch.dtype, torch.device
 HOLDERS = Mapping, Set, list, tuple, deque
+HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # of a tensor
 LEAVES = {bool, int, float, complex, str, bytes, type(None)}
 
 
@@ -57,6 +59,8 @@ def told_apart(x: Any) -> str:
     if isinstance(x, numpy.ndarray):  # what nobody can write is no state, and what is on a disk stays there
         held = x.flags.writeable and not isinstance(x, numpy.memmap)
         return f"{x.shape} {checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes()) if held else ''}"
+    if isinstance(x, io.IOBase):  # one that is read from on; a log is none
+        return f"{getattr(x, 'buffer', x).tell()}" if x.readable() and not x.writable() else ""
     if isinstance(x, torch.Generator):
         return checksum(x.get_state().numpy())
     if isinstance(x, numpy.random.Generator):
@@ -68,11 +72,12 @@ def told_apart(x: Any) -> str:
     return ""
 
 
-def parts_of(x: Any, own: set[str], told: str = "") -> list[tuple[str, Any]]:
+def parts_of(x: Any, own: set[str], told: str = "", without: Set[str] = frozenset()) -> list[tuple[str, Any]]:
     """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count. told: what
-    told_apart gives."""
+    told_apart gives. without: attributes of the optimizer that do not count."""
     foreign = isinstance(x, FunctionType | type) and x.__module__ not in own
-    kernel = type(x).__module__.startswith("triton.")  # it compiles at its first call, and tunes itself: no state
+    module = type(x).__module__  # of Triton's kernels and PyTorch's operators, which compile, and tune themselves: no state
+    kernel = module.startswith(("triton.", "torch._")) and not isinstance(x, torch.nn.Module)
     if foreign or kernel or isinstance(x, ModuleType | Sources):
         return []
     if isinstance(x, GeneratorType):
@@ -82,10 +87,10 @@ def parts_of(x: Any, own: set[str], told: str = "") -> list[tuple[str, Any]]:
         return [(f" part {i}", y) for i, y in enumerate(place_of(x))]
     attributes = {**(vars(x) if hasattr(x, "__dict__") else {})}
     attributes |= {name: getattr(x, name) for name in slots_of(type(x)) if hasattr(x, name)}
-    left = SET_IN_EACH_STEP if "grad_divisor" in attributes else ()
+    left = {*without, "wide_grads"} if "grad_divisor" in attributes else ()
     parts = [(f".{name}", y) for name, y in attributes.items() if named(name) and name not in left]
-    if isinstance(x, Tensor) and x.is_leaf:
-        parts += [(".grad", x.grad)]
+    if isinstance(x, Tensor):
+        parts += [(f".{name}", getattr(x, name, None)) for name in (*HOOKS, *["grad"] * x.is_leaf)]
     elif isinstance(x, Mapping):
         keys = (f"{key!r:.40}" if isinstance(key, str | int) else i for i, key in enumerate(x))
         parts += [(f"[{key}]", y) for key, y in itertools.islice(zip(keys, x.values()), MOST)]
@@ -131,16 +136,17 @@ def named(name: str) -> bool:  # by a script, not by Python or its compiler
 
 
 def own_modules(manager: Any, sources: Sources) -> dict[str, ModuleType]:
-    """By its name in a message, the script as a module, and those of the modules that it imports which are not the project's."""
+    """By its name in a message, the script as a module, and those of the modules that it imports which are the recipe's or not the project's."""
     files = {file for file, path in sources.paths.items() if path}
     found = {name: x for name, x in sys.modules.items() if getattr(getattr(x, "__spec__", None), "origin", None) in files}
     beside = {name: x for name, x in found.items() if name.partition(".")[0] not in PROJECT | {"__main__"}}
     return beside | {sources.path.stem: sys.modules[type(manager).__module__]}
 
 
-def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
+def kept_outside(manager: Any, sources: Sources, without: Set[str] = SET_IN_EACH_STEP) -> dict[str, str]:
     """By name, such as manager.ema['embed'], what tells apart each value that can be reached from the manager and from the
-    script's modules. What a checkpoint holds is among it: it is the same again once the warm-up is undone."""
+    script's modules, but for the optimizer's `without`. What a checkpoint holds is among it: it is the same again once the
+    warm-up is undone."""
     modules = own_modules(manager, sources)
     own = {module.__name__ for module in modules.values()}
     roots = [("manager", manager), *(
@@ -155,7 +161,7 @@ def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
                 found[name] = text
             if not (seeded or type(x) in LEAVES or id(x) in seen) and len(left) < 2 * MOST:
                 seen[id(x)] = x
-                parts = parts_of(x, own, text)
+                parts = parts_of(x, own, text, without)
                 for part, y in parts:
                     heapq.heappush(left, (size * (1 + len(parts) // FEW), next(numbers), f"{name}{part}", y))
     return found
@@ -195,15 +201,32 @@ class Uncopied(TorchFunctionMode):
         return args[0] if stays else function(*args, **kwargs or {})
 
 
-def warm_up_traces(buffers: dict[str, str], outside: dict[str, str], manager: Any, sources: Sources) -> str:
-    """What to tell, if the warm-up has left traces outside of what a checkpoint holds. outside: what kept_outside gave before.
-    Raises ValueError, naming them, for the model's buffers, and as check_names does."""
-    check_buffers(buffers, manager.live_tensors().get("buffers", {}))
-    check_names(manager)
-    now = kept_outside(manager, sources)
-    changed = [name for name in {**now, **outside} if now.get(name) != outside.get(name)]
-    if not changed:
-        return ""
-    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
-    how = "a run begins with what the warm-up has left there, and a resumption does so again"
-    return f"caution: passes or updates change {', '.join(changed[:NAMED])}{more}: no checkpoint holds that; {how}"
+def warm_up_traces(
+    ranks: Any, again: Callable[[int], None], buffers: dict[str, str], outside: dict[str, str], manager: Any, sources: Sources
+) -> str:  # fmt: skip
+    """What to tell, if the warm-up has left traces outside of what a checkpoint holds. Called by all ranks.
+
+    again(step): one pass and the update of this step once more, undone. What comes round in as many as the warm-up has, as a
+    toggle, does not in one more; and what an update sets is the same after another past. outside: what kept_outside gave before.
+    Raises AgreedError, naming them, for the model's buffers, and as check_names does.
+    """
+    set_before: dict[str, str] = {}
+    ranks.on_all(check_names, manager)
+    for step in (None, 0, 1, 0):  # without Adam and with
+        if step is not None:
+            again(step)
+        ranks.on_all(check_buffers, buffers, manager.live_tensors().get("buffers", {}))
+        changed = differing(outside, kept_outside(manager, sources))
+        if step == 0:
+            now = kept_outside(manager, sources, without=frozenset())
+            changed, set_before = changed or differing(set_before or now, now), now
+        if any(each := ranks.gather(changed)):
+            names = next(filter(None, each))
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            how = "a run begins with what the warm-up has left there, and a resumption does so again"
+            return f"caution: passes or updates change {', '.join(names[:NAMED])}{more}: no checkpoint holds that; {how}"
+    return ""
+
+
+def differing(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    return [name for name in {**now, **before} if now.get(name) != before.get(name)]

@@ -35,13 +35,6 @@ def check_values(settings: Any) -> None:
             raise ValueError(f"--{field.name}={value}: must be {' or '.join(map(str, choices))}")
 
 
-def raise_first(*rules: tuple[Any, str]) -> None:
-    """Raise ValueError with the message of the first (fault, message) whose fault is true."""
-    for fault, message in rules:
-        if fault:
-            raise ValueError(message)
-
-
 def is_plain_name(text: str) -> bool:
     """Can this be a file's name anywhere, short enough for an ending, without a meaning to a shell, glob or terminal?"""
     return re.fullmatch(r"\w[\w.+=@,:~ ()-]*", text) is not None and text.isprintable() and len(text.encode()) <= 200

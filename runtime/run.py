@@ -87,9 +87,10 @@ class Run:
         minutes = getattr(s, "compile", False) or ranks.device.type == "cuda"
         self.log.show(f"warm-up: every shape{', compiled: minutes' if minutes else ' of training'}")
 
-    def restore(self) -> None:
-        """The checkpoint's state, if any, into the manager's. Raises AgreedError if the warm-up has changed a buffer."""
-        self.log.show(self.ranks.on_all(warm_up_traces, self.buffers, self.outside, self.manager, self.sources))
+    def restore(self, again: Callable[[int], None]) -> None:
+        """The checkpoint's state, if any, into the manager's. Raises AgreedError if the warm-up has changed a buffer. again: one
+        pass of the warm-up and an update, of this step, once more."""
+        self.log.show(warm_up_traces(self.ranks, again, self.buffers, self.outside, self.manager, self.sources))
         if self.resumed:
             checkpoints.load_whole_state(self.manager, self.resumed["state"], self.ranks)
             self.resumed = None  # as large as the model with its optimizer

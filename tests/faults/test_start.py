@@ -1356,6 +1356,20 @@ def test_a_data_tool_that_is_killed_is_told(number, name, tmp_path, monkeypatch,
     assert re.search(f"error: maker.py was killed by {name}.*: there are no data", capsys.readouterr().err)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="where a child hears of its parent's end")
+def test_a_data_tool_ends_with_a_launcher_that_is_killed(tmp_path):
+    """It fetched 2 GB to the end."""
+    maker = "import os, sys, time; open(sys.path[0] + '/pid', 'w').write(f'{os.getpid()}'); time.sleep(600)"
+    (tmp_path / "maker.py").write_text(maker)
+    work = f"from launch import start; start.make_data({f'{tmp_path}/maker.py'!r})"
+    process = subprocess.Popen([PYTHON, "-c", work], cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_until(lambda: text_of(tmp_path / "pid"))
+    process.kill()
+    process.wait()
+    status = Path(f"/proc/{text_of(tmp_path / 'pid')}/status")
+    wait_until(lambda: not (text := text_of(status)) or "\nState:\tZ" in text)
+
+
 def test_a_rank_that_ends_with_a_code_that_is_no_signals_is_told(capsys):
     ranks = launcher.Ranks(1, [sys.executable, "-c", "import sys; sys.exit(255)"], "script.py")
     assert ranks.wait() == 255 and "script.py: error: rank 0 ended with code 255" in capsys.readouterr().err

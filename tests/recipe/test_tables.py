@@ -416,7 +416,17 @@ MISTAKES = {
     "end": ("STAGES", lambda: stage(2, until=0.9), "STAGES: until must rise and end at 1, is .*0.9"),
     "order": ("STAGES", lambda: stage(1, until=0.2), "STAGES: until must rise and end at 1, is .*0.2, 1.0"),
     "twice": ("STAGES", lambda: stage(1, until=1 / 3), "STAGES: until must rise"),
-    "weights": ("STAGES", lambda: stage(1, mtp_last=(1,)), r"STAGES, stage \[2\]: mtp_first and mtp_last must have as many"),
+    "weights": ("STAGES", lambda: stage(1, mtp_last=(1,)), r"STAGES, stage \[2\]: mtp_first and mtp_last must be tuples of as many"),
+    "no tuple": ("STAGES", lambda: stage(2, mtp_last=1), r"STAGES, stage \[3\]: mtp_first and mtp_last must be tuples"),
+    "no weights": ("STAGES", lambda: stage(2, mtp_first=(), mtp_last=()), r"STAGES, stage \[3\]: mtp_first and .*sums above 0"),
+    "weights of 0": ("STAGES", lambda: stage(0, mtp_first=(0, 0, 0)), r"STAGES, stage \[1\]: mtp_first and .*sums above 0"),
+    "half a window": ("STAGES", lambda: stage(1, long=7.5), r"STAGES, stage \[2\]: batch and windows must be whole numbers"),
+    "no window": ("STAGES", lambda: stage(0, short=0), r"STAGES, stage \[1\]: batch and windows must be whole numbers from 1"),
+    "a float for a batch": ("STAGES", lambda: stage(0, batch=8.0), r"STAGES, stage \[1\]: batch and windows must be whole"),
+    "less than no batch": ("STAGES", lambda: stage(2, batch=-8), r"STAGES, stage \[3\]: batch and windows must be whole"),
+    "no rate": ("STAGES", lambda: stage(2, lr=math.nan), r"STAGES, stage \[3\]: .*lr a number above 0"),
+    "extension": ("EXTENSION", lambda: train_gpt.EXTENSION._replace(long=0), r"STAGES, stage \[4\]: batch and windows must"),
+    "split": ("SPLIT_EMBED_AT", lambda: -1, "SPLIT_EMBED_AT is -1, must be 0 or more: a fraction of the scheduled steps"),
 }
 
 

@@ -38,6 +38,13 @@ def test_variables_that_the_sources_read_are_told(monkeypatch):
     alias = "env = os.environ\nN = 'LR'; env.get (\"DEPTH\"), environb[b'FLAG'], env['BATCH_TOKENS'], env['HF_TOKENS'], env['RANK']"
     told = machine_facts(torch.device("cpu"), 1, {"ideas/idea.py": "x", "ideas/mine.py": alias, "launch/other.py": "'OTHER'"})
     assert [x for x in told if x.startswith("read by")] == ["read by its sources: BATCH_TOKENS='16384', DEPTH='1.5', FLAG='1.5', LR='1.5'"]
+    secrets = {"GITHUB_PAT": "x1", "NOTIFY_PWD": "hunter2", "UPLOAD_JWT": "x", "A_COOKIE": "ab", "SMTP_PASSWORD": "48151623"}
+    plain = {"PATIENCE": "3", "KEY_DIM": "64", "DATA": "sk-learn", "NAME": "eyJ"}
+    for name, value in {**secrets, "WHO": "ghp_S3cr3tS3cr3t", "X": "sk-proj-0123456789", **plain}.items():
+        monkeypatch.setenv(name, value)
+    script = ", ".join(f"os.environ['{name}']" for name in (*secrets, "WHO", "X", *plain))
+    (told,) = [x for x in machine_facts(torch.device("cpu"), 1, {"idea.py": script}) if x.startswith("read by")]
+    assert told == "read by its sources: DATA='sk-learn', KEY_DIM='64', NAME='eyJ', PATIENCE='3'"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # told with the CPU
     ours = 'os.environ["OMP_NUM_THREADS"], os.environ.setdefault("OMP_WAIT_POLICY", "passive")'  # launch/'s own
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")

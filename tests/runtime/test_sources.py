@@ -651,6 +651,13 @@ print(os.getcwd())
 """
 
 
+def test_a_python_without_pytorch_is_told_what_starts_a_script():
+    """`python train_gpt.py --help`, as the script's own first lines have it, was a ModuleNotFoundError."""
+    done = subprocess.run([sys.executable, "-S", f"{SCRIPT}", "--help"], capture_output=True, text=True, timeout=60)
+    fault = f"train_gpt.py: error: {sys.executable} has no torch: start it with ./run.sh train_gpt.py, or the project's .venv"
+    assert done.returncode == 1 and done.stderr.startswith(fault) and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("data, log_dir", [("/s", "/l"), ("shards", "logs"), ("/s", "logs")])
 def test_a_run_with_relative_paths_stays_in_its_folder(tmp_path, data, log_dir):
     """What an idea made by os.chdir was a second log, checkpoints elsewhere, and shards that were not there."""

@@ -17,6 +17,7 @@ import torch
 
 import launch.unsaved
 import train_gpt
+import triton_kernels
 from common import ROOT, SCRIPT, ends_with, options, run_fresh, tiny_settings, unequal
 from launch.console import AgreedError
 from launch.unsaved import kept_outside
@@ -100,6 +101,11 @@ def closure():
     return lambda: seen.append(1)
 
 
+def listed_hook():
+    seen = []
+    return lambda grad: seen.append(1)
+
+
 class Static:
     @staticmethod
     def call(seen=[0]):
@@ -162,6 +168,16 @@ KEPT = {  # an idea's own state, by its name in the message: how it is made, and
     "manager.bits": (put("bits", lambda m: numpy.random.PCG64(0)), lambda m: m.bits.random_raw(), "step"),
     "manager.written": (put("written", lambda m: io.BytesIO()), lambda m: m.written.write(b"x"), "step"),
     "manager.activation": (put("activation", lambda m: torch.relu), lambda m: setattr(m, "activation", torch.tanh), "step"),
+    "manager.model._parameters['lm_head']._backward_hooks[": (
+        lambda m: m.model.lm_head.register_hook(listed_hook()), lambda m: [*m.model.lm_head._backward_hooks.values()][0](None), "pass"),
+    "manager.model._parameters['embed']._post_accumulate_grad_hooks[": (
+        lambda m: m.model.embed.register_post_accumulate_grad_hook(listed_hook()), lambda m: None, "pass"),
+    "manager.lines part 1[1]": (put("lines", lambda m: map(len, open(__file__))), lambda m: next(m.lines), "step"),
+    "manager.which": (put("which", lambda m: 0), lambda m: setattr(m, "which", m.which ^ 1), "step"),
+    "manager.third": (put("third", lambda m: 0), lambda m: setattr(m, "third", (m.third + 1) % 3), "step"),
+    "manager.fourth": (put("fourth", lambda m: 0), lambda m: setattr(m, "fourth", (m.fourth + 1) % 4), "step"),
+    "manager.turn": (put("turn", lambda m: 0), lambda m: setattr(m, "turn", (m.turn + 1) % 2), "pass"),
+    "manager.turns": (put("turns", lambda m: 0), lambda m: setattr(m, "turns", (m.turns + 1) % 5), "pass"),
     "manager.seen": (put("seen", lambda m: 0), lambda m: setattr(m, "seen", m.seen + 1), "step"),
     "manager.average.held['lm_head']": (put("average", Average), lambda m: m.average.take_in(m), "step"),
     "manager.swa._buffers['n_averaged']": (
@@ -211,6 +227,41 @@ def test_state_that_no_checkpoint_holds_is_told(shards, tmp_path, monkeypatch, c
         train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
     said = re.search("^caution: passes or updates change (.*): no checkpoint holds that", capsys.readouterr().out, re.MULTILINE)
     assert said and name in said[1]
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+def test_what_comes_round_with_adam_or_without_is_told(shards, tmp_path, monkeypatch, capsys, parity):
+    """A toggle at each second step, of which the warm-up has four: after it as before it, and a resumed run had other bits."""
+
+    class Idea(train_gpt.TrainingManager):
+        which = 0
+
+        def step_optimizers(self, step):
+            super().step_optimizers(step)
+            self.which ^= step % 2 == parity
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Idea)
+    train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
+    assert "caution: passes or updates change manager.which: no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_momentum_that_follows_the_schedules_is_state(shards, tmp_path, monkeypatch, capsys, follows):
+    """Slowly, from what it was in the step before; one that is half of it is none."""
+
+    class Idea(train_gpt.TrainingManager):
+        def step_optimizers(self, step):
+            current, past = step_schedule(step, self.h), self.optimizer.momentum
+            self.optimizer.lr_mul = current.lr_mul
+            self.optimizer.momentum = past + 0.1 * (current.momentum - past) if follows else current.momentum / 2
+            self.optimizer.step(current.do_adam)
+            if step == self.split_step:
+                self.optimizer.split_tied()
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Idea)
+    train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
+    said = re.search("^caution: passes or updates change (.*): no checkpoint holds that", capsys.readouterr().out, re.MULTILINE)
+    assert said[1] == "manager.optimizer.momentum" if follows else not said
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
@@ -268,6 +319,15 @@ def test_a_module_of_an_idea_is_looked_at(shards, tmp_path):
     done = run_fresh(command, env={**os.environ, "PYTHONPATH": f"{ROOT}"})
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("caution")]
     assert done.returncode == 0 and said.startswith("caution: passes or updates change helper.CALLS: no checkpoint holds that")
+
+
+def test_the_modules_of_the_recipe_are_looked_at(shards, tmp_path, monkeypatch, capsys):
+    """triton_kernels.py and attention.py, which README names for changes of kernels, edited in place: a running mean, say."""
+    running, rms_norm = [1.0], train_gpt.norm
+    monkeypatch.setattr(triton_kernels, "RUNNING", running, raising=False)
+    monkeypatch.setattr(train_gpt, "norm", lambda x: running.append(1.0) or rms_norm(x))
+    train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
+    assert "caution: passes or updates change triton_kernels.RUNNING[" in capsys.readouterr().out
 
 
 class Closed(dict):
