@@ -234,11 +234,13 @@ def test_what_comes_round_with_adam_or_without_is_told(shards, tmp_path, monkeyp
     """A toggle at each second step, of which the warm-up has four: after it as before it, and a resumed run had other bits."""
 
     class Idea(train_gpt.TrainingManager):
-        which = 0
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.which = 0
 
         def step_optimizers(self, step):
             super().step_optimizers(step)
-            self.which ^= step % 2 == parity
+            self.which ^= int(step % 2 == parity)
 
     monkeypatch.setattr(train_gpt, "TrainingManager", Idea)
     train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
