@@ -100,7 +100,8 @@ def parts_of(x: Any, own: set[str], told: str = "", without: Set[str] = frozense
         parts += [("", getattr(x, name, None)) for name in ("__self__", "__func__", "__wrapped__")]  # by torch.no_grad, say
     if isinstance(x, FunctionType) and x.__globals__.get("__name__") in own:
         parts += kept_by(x)
-    if not (parts or told or x is None or isinstance(x, HOLDERS)):  # made in C, as BytesIO: what its pickle would hold
+    small = not (parts or x is None or isinstance(x, HOLDERS)) and sys.getsizeof(x) < SAMPLED  # no table of a gigabyte
+    if small and not told:  # made in C, as BytesIO: what its pickle would hold
         parts += [(f" part {i}", y) for i, y in enumerate(x.__reduce_ex__(2))]
     return parts
 

@@ -357,6 +357,13 @@ def test_what_cannot_be_looked_at_is_passed_over(monkeypatch, kind):
     assert kept_outside(SimpleNamespace(odd=ODD[kind](), after=3), None)["manager.after"] == "3"
 
 
+def test_what_is_large_is_not_pickled(monkeypatch):
+    """A table in memory of a library's own, made in C, would be copied."""
+    monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
+    found = kept_outside(SimpleNamespace(small=io.BytesIO(b"x"), large=io.BytesIO(b"x" * 10**7)), None)
+    assert any("small" in name for name in found) and not any("large" in name for name in found)
+
+
 def test_what_a_kernel_of_an_idea_compiles_is_no_state(monkeypatch):
     """It keeps it, and the hash of its source, from its first call on, which is the warm-up's."""
     triton = pytest.importorskip("triton")
