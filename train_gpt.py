@@ -405,7 +405,7 @@ def check_tables() -> None:
     ends = [0.0, *(stage.until for stage in STAGES)]
     longs = [long for long, _ in itertools.groupby(stage.long for stage in (*STAGES, EXTENSION))]
     rows = [*enumerate((*STAGES, EXTENSION, FINAL_VALIDATION), 1)]
-    odd = [i for i, row in rows if {*map(type, row[1:4])} != {int} or not all(0 < x < math.inf for x in row[1:5])]
+    odd = [i for i, row in rows if any(isinstance(x, float) for x in row[1:4]) or not all(0 < x < math.inf for x in row[1:5])]
     uneven = [i for i, (*_, a, b) in rows if {type(a), type(b)} != {tuple} or len(a) != len(b) or not min(sum(a), sum(b)) > 0]
     raise_first(
         (odd, f"STAGES, stage {odd[:1]}: batch and windows must be whole numbers from 1 on, lr a number above 0"),
