@@ -412,7 +412,7 @@ def check_tables() -> None:
         (ends != sorted(set(ends)) or ends[-1] != 1, f"STAGES: until must rise and end at 1, is {ends[1:]}"),
         ("backout" not in [layer.keep for layer in LAYERS], "LAYERS: none keeps 'backout', which is subtracted at the end"),
         (len(longs) > len({*longs}), f"STAGES, EXTENSION: a long window cannot come back (YaRN), is {longs}"),
-        (uneven, f"STAGES, stage {uneven[:1]}: mtp_first and mtp_last must be tuples of as many weights, as (1,), sums above 0"),
+        (uneven, f"STAGES, stage {uneven[:1]}: mtp_first and mtp_last must be tuples of as many weights, as (1,), of sums > 0"),
         (SPLIT_EMBED_AT < 0, f"SPLIT_EMBED_AT is {SPLIT_EMBED_AT}, must be 0 or more: a fraction of the scheduled steps"),
     )
 
@@ -1207,8 +1207,8 @@ def micro_batches(h: Hyperparameters, ranks: Ranks, training: bool, first_step: 
 
 
 def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0, again: int | None = None) -> None:
-    """Run each shape from first_step on, of validations the first alone if nothing compiles, or one pass and the update of step
-    `again`; then restore the state. Raises AgreedError for a parameter that takes no part, for as many passes as two steps have."""
+    """Run each shape from first_step on, of validations the first alone if nothing compiles; or one pass and the update of step
+    `again`. Then restore the state. Raises AgreedError for a parameter that takes no part in the passes of two steps."""
     model, h = manager.model, manager.h
     slow = h.compile or ranks.device.type == "cuda"  # the first time
     sizes, saved, seen = {x: getattr(h, x) for x in ("vocab_size", "max_doc_len", "doc_slots")}, manager.state_dict(), set()

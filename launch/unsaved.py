@@ -137,7 +137,8 @@ def named(name: str) -> bool:  # by a script, not by Python or its compiler
 
 
 def own_modules(manager: Any, sources: Sources) -> dict[str, ModuleType]:
-    """By its name in a message, the script as a module, and those of the modules that it imports which are the recipe's or not the project's."""
+    """By its name in a message, the script as a module, and of the modules that it imports the recipe's and those which are not
+    the project's."""
     files = {file for file, path in sources.paths.items() if path}
     found = {name: x for name, x in sys.modules.items() if getattr(getattr(x, "__spec__", None), "origin", None) in files}
     beside = {name: x for name, x in found.items() if name.partition(".")[0] not in PROJECT | {"__main__"}}
