@@ -553,6 +553,8 @@ CHANGES = {  # by file: what, tests, old, new
          "key or SECRETS.search(upper) or", "key or"),
         ("a token by its value is logged", "runtime/machine::test_variables_that_the_sources_read_are_told",
          " or SECRET.search(value))", ")"),
+        ("a name in quotes is a variable that is read", "runtime/machine::test_variables_that_the_sources_read_are_told",
+         " and re.search(\"environ|getenv\", text))", ")"),
     ),
     "launch/unsaved.py": (
         ("the place of an iterator is not told", "runtime/warm_up::test_state_that_no_checkpoint_holds_is_told",
@@ -596,6 +598,14 @@ CHANGES = {  # by file: what, tests, old, new
          "    if isinstance(x, io.IOBase):", "    if None:"),
         ("a recipe's own modules are passed over", "runtime/warm_up::test_the_modules_of_the_recipe_are_looked_at",
          "PROJECT = {\"data\",", "PROJECT = {\"triton_kernels\", \"data\","),
+        ("what another rank than the first keeps is not told", "runtime/warm_up::test_what_another_rank_than_the_first_keeps_is_told",
+         "names = next(filter(None, each))", "names = each[0]"),
+        ("a buffer that comes round is not found", "runtime/warm_up::test_a_buffer_that_comes_round_is_refused",
+         "        ranks.on_all(check_buffers,", "        step is None and ranks.on_all(check_buffers,"),
+        ("a parameter that no longer learns is not told", "runtime/warm_up::test_state_that_no_checkpoint_holds_is_told",
+         "{x.requires_grad} {checksums", "{checksums"),
+        ("a large table is pickled", "runtime/warm_up::test_what_is_large_is_not_pickled",
+         " and sys.getsizeof(x) < SAMPLED  #", "  #"),
     ),
     "launch/sources.py": (
         ("a run goes on in another folder", "runtime/sources::test_a_run_with_relative_paths_stays_in_its_folder",

@@ -32,7 +32,7 @@ READ = re.compile(
     r"""(?:\benviron(?:\.\w+\(|\[)|\bgetenv\()\s*(?:key\s*=\s*)?["'](\w+)["']"""
     r"""|["'](\w+)["']\s+(?:not\s+)?in\s+(?:os\.)?environ\b"""
 )
-IN_QUOTES = re.compile(r"""["'](\w+)["']""")  # so may a script's own, by whatever name os.environ has there
+IN_QUOTES = re.compile(r"""["']([A-Z][A-Z_\d]+)["']""")  # so may a script's own that names os.environ, by whatever alias
 NUMBER = re.compile(r"[-+.\de]{1,8}")  # no key, of a name that does not end in such a word: BATCH_TOKENS
 LAUNCHERS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+|OMP_NUM_THREADS")
 KEYS = ("KEY", "TOKEN")  # a secret's name, if it ends so, or if no number stands there
@@ -66,7 +66,8 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
     given |= {"LD_PRELOAD": re.sub(r"[^\s:]*/", "", given["LD_PRELOAD"])} if "LD_PRELOAD" in given else {}
     names = {name for text in sources.values() for found in READ.findall(text) for name in found}
     beside = {os.path.dirname(name) for name in [*sources][:1]}  # the script, which is the first
-    names |= {name for file, text in sources.items() if os.path.dirname(file) in beside for name in IN_QUOTES.findall(text)}
+    may = (text for file, text in sources.items() if os.path.dirname(file) in beside and re.search("environ|getenv", text))
+    names |= {name for text in may for name in IN_QUOTES.findall(text)}
     read = sorted((name, os.environ[name]) for name in names & os.environ.keys() - given.keys())
     own = {name: value for name, value in read if value != OURS.get(name) and is_logged(name, value)} | files
     told = {  # without paths

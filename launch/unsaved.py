@@ -53,7 +53,7 @@ def told_apart(x: Any) -> str:
         return f"{x!r}"
     if isinstance(x, torch.Tensor):
         plain = x.layout == torch.strided and not x.is_meta
-        return f"{tuple(x.shape)} {checksums('', {'': x.detach().flatten()[:: 1 + x.numel() // SAMPLED]}) if plain else ''}"
+        return f"{tuple(x.shape)} {x.requires_grad} {checksums('', {'': x.detach().flatten()[:: 1 + x.numel() // SAMPLED]}) if plain else ''}"
     if isinstance(x, bytearray | array.array):
         return f"{len(x)} {told_apart(numpy.frombuffer(x, numpy.uint8)) if x else ''}"
     if isinstance(x, numpy.ndarray):  # what nobody can write is no state, and what is on a disk stays there

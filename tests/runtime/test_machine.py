@@ -33,6 +33,11 @@ def test_variables_that_the_sources_read_are_told(monkeypatch):
     other += """\nhigh = 0.5 if "FLAG" in os.environ else 0.1; low = 'OTHER' not in environ"""
     told = machine_facts(torch.device("cpu"), 1, {"idea.py": script, "mine.py": other})
     assert [line for line in told if line.startswith("read by")] == ["read by its sources: DEPTH='1.5', FLAG='1.5', LR='1.5', NAMED='1.5', OTHER='1.5'"]
+    for name in ("s", "step", "BLOCK", "WIDTH"):  # in quotes in the project's own sources, which read none of them
+        monkeypatch.setenv(name, "1")
+    project = {path.name: path.read_text() for path in ROOT.glob("*.py")}
+    sources = {"train_gpt.py": project.pop("train_gpt.py"), **project}
+    assert not [line for line in machine_facts(torch.device("cpu"), 1, sources) if line.startswith("read by")]
     for name, value in {"BATCH_TOKENS": "16384", "HF_TOKENS": "hf_abc"}.items():
         monkeypatch.setenv(name, value)
     alias = "env = os.environ\nN = 'LR'; env.get (\"DEPTH\"), environb[b'FLAG'], env['BATCH_TOKENS'], env['HF_TOKENS'], env['RANK']"

@@ -172,6 +172,8 @@ KEPT = {  # an idea's own state, by its name in the message: how it is made, and
         lambda m: m.model.lm_head.register_hook(listed_hook()), lambda m: [*m.model.lm_head._backward_hooks.values()][0](None), "pass"),
     "manager.model._parameters['embed']._post_accumulate_grad_hooks[": (
         lambda m: m.model.embed.register_post_accumulate_grad_hook(listed_hook()), lambda m: None, "pass"),
+    "manager.model._parameters['scalars']": (
+        lambda m: None, lambda m: m.model.scalars.requires_grad_(False), "step"),
     "manager.lines part 1[1]": (put("lines", lambda m: map(len, open(__file__))), lambda m: next(m.lines), "step"),
     "manager.which": (put("which", lambda m: 0), lambda m: setattr(m, "which", m.which ^ 1), "step"),
     "manager.third": (put("third", lambda m: 0), lambda m: setattr(m, "third", (m.third + 1) % 3), "step"),
@@ -245,6 +247,43 @@ def test_what_comes_round_with_adam_or_without_is_told(shards, tmp_path, monkeyp
     monkeypatch.setattr(train_gpt, "TrainingManager", Idea)
     train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
     assert "caution: passes or updates change manager.which: no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+def test_a_buffer_that_comes_round_is_refused(shards, tmp_path, monkeypatch, parity):
+    class Idea(train_gpt.TrainingManager):
+        def step_optimizers(self, step):
+            super().step_optimizers(step)
+            if step % 2 == parity:
+                self.model.turn.copy_(1 - self.model.turn)
+
+    def build_with_a_turn(*args):
+        manager = build(*args)
+        manager.model.register_buffer("turn", torch.zeros(1))
+        return manager
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Idea)
+    monkeypatch.setattr(train_gpt, "build", build_with_a_turn)
+    with pytest.raises(AgreedError, match="^passes or updates change turn: neither a checkpoint nor another rank knows"):
+        train_gpt.train(tiny_settings(shards, tmp_path), RANKS)
+
+
+def kept_by_one(rank, world_size, shards, folder):
+    class Idea(train_gpt.TrainingManager):
+        calm = 1.0
+
+        def step_optimizers(self, step):
+            super().step_optimizers(step)
+            self.calm *= 1 - 0.1 * (rank == 1)  # as of the last rows of a bank
+
+    train_gpt.TrainingManager = Idea
+    train_gpt.train(tiny_settings(shards, folder), Ranks(rank, world_size, torch.device("cpu")))
+
+
+def test_what_another_rank_than_the_first_keeps_is_told(run_ranks, shards, tmp_path, capfd):
+    """The first one's was, alone; what goes by rows may be another's."""
+    run_ranks(2, kept_by_one, shards, tmp_path)
+    assert "caution: passes or updates change manager.calm: no checkpoint holds that" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("follows", [True, False])
