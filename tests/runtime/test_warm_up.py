@@ -274,7 +274,8 @@ def kept_by_one(rank, world_size, shards, folder):
 
         def step_optimizers(self, step):
             super().step_optimizers(step)
-            self.calm *= 1 - 0.1 * (rank == 1)  # as of the last rows of a bank
+            if rank == 1:  # as by the last rows of a bank
+                self.calm *= 0.9
 
     train_gpt.TrainingManager = Idea
     train_gpt.train(tiny_settings(shards, folder), Ranks(rank, world_size, torch.device("cpu")))
