@@ -42,7 +42,6 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
 try:
     # Before PyTorch, whose threads launch tells how to wait.
     from launch.console import Parser, console, not_empty, printable, until_reader_leaves, user_path
-    from launch.nests import differences
 
     from data.encodings import decode, encode
     from data.loader import first_documents
@@ -143,7 +142,7 @@ def sample(
     place, saved = checkpoints.find_checkpoint(path, log_dir)
     defaults = vars(trainer.Hyperparameters())
     settings = saved.get("hyperparameters")
-    if faults := differences(settings, defaults, "hyperparameters."):
+    if faults := checkpoints.other_settings(settings, defaults):
         checkpoints.check_recipe(place, saved, trainer.PARAM_TABLE)  # says more
         checkpoints.raise_if(place, faults)
     ranks = Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

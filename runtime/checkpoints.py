@@ -183,12 +183,18 @@ def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> No
     raise_if(path, [f"{fault} from its log), for text the sample.py beside them"] if held and held != {*labels} else [])
 
 
+def other_settings(was: Any, now: dict[str, Any]) -> list[str]:
+    """What a script's settings have more, less or of another kind than a checkpoint's, and what to do."""
+    advice = ": its script had other settings: use that one (by extract.py from its log)"
+    return [x + advice * (i == 0) for i, x in enumerate(differences(was, now, "hyperparameters."))]
+
+
 def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[str, str], manager: Any) -> None:
     """Raise CheckpointError, with the first differences, unless these settings, shards and schedule can go on from it."""
     check_recipe(path, saved, manager.own_rows)
     was, held, took = (x if isinstance(x := saved.get(kind), dict) else {} for kind in ("hyperparameters", "shards", "course"))
     read, was_read = ({name: x for name, x in some.items() if "CRC-32" in f"{x}"} for some in (shards, held))
-    faults = differences(was, vars(settings), "hyperparameters.") + differences(read, was_read, "shards.")
+    faults = other_settings(was, vars(settings)) + differences(read, was_read, "shards.")
     here, there = vars(settings) | read, was | was_read
     changed = [x for x in here if x in there and x not in MAY_CHANGE_ON_RESUME and f"{there[x]!r}" != f"{here[x]!r}"]
     other = ["other shards: name its own by --data, or make them again by the same Python"] * any(x in read for x in changed)

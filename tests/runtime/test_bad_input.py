@@ -203,6 +203,8 @@ VALUES = {  # of a checkpoint that is complete, and yet cannot be
     "infinite gradient": (("state", "partial", 0, "embed"), lambda x: x + torch.inf, "state.partial.0.embed is not finite"),
     "rank numbers": (("state", "partial"), lambda x: {1: x[0]}, "state.partial.0 is missing"),
     "no ranks": (("state", "partial"), lambda _: {}, "state.partial.0 is missing"),
+    "a setting that has come": (("hyperparameters",), lambda x: {y: x[y] for y in x if y != "seed"},
+                                r"hyperparameters.seed is missing: its script had other settings: use that one \(by extract.py"),
     "other sizes": (("hyperparameters", "model_dim"), lambda _: 64, "model_dim is 64, here 32"),
     "other vocabulary": (("hyperparameters", "vocab_size"), lambda _: 300, "vocab_size is 300, here 257"),
     "other schedule": (("hyperparameters", "num_scheduled_iterations"), lambda _: 30, "num_scheduled_iterations is 30, here 6"),
