@@ -9,9 +9,8 @@ github.com/KellerJordan/modded-nanogpt (its 10 logs of 1507 + 40 steps: mean los
     torchrun --standalone --nproc_per_node=8 train_gpt.py  # by hand, on 8, 4, 2 or 1; nodes: docs/ranks.md
     python train_gpt.py --help                             # every setting
 
-Read on: settings, four tables (parameters, layers, scalars, stages), model, head, updates, optimizer,
-schedule, warm-up and validation, the loop. triton_kernels.py and attention.py have the GPU kernels and their
-references, data/ shards and batches, runtime/ log, clock and checkpoints, launch/ start, signals and end.
+Read on: settings, four tables, model, head, updates, optimizer, schedule, warm-up and validation, the loop. The GPU kernels and
+their references are in triton_kernels.py and attention.py, shards in data/, log and checkpoints in runtime/, start in launch/.
 """
 
 import sys
@@ -404,11 +403,12 @@ def check_tables() -> None:
         )
     ends = [0.0, *(stage.until for stage in STAGES)]
     longs = [long for long, _ in itertools.groupby(stage.long for stage in (*STAGES, EXTENSION))]
-    rows = [*enumerate((*STAGES, EXTENSION, FINAL_VALIDATION), 1)]
-    odd = [i for i, row in rows if any(isinstance(x, float) for x in row[1:4]) or not all(0 < x < math.inf for x in row[1:5])]
-    uneven = [i for i, (*_, a, b) in rows if {type(a), type(b)} != {tuple} or len(a) != len(b) or not min(sum(a), sum(b)) > 0]
+    rows, whole = [*enumerate((*STAGES, EXTENSION, FINAL_VALIDATION), 1)], lambda x: f"{x}".isdecimal() and x
+    odd = [i for i, row in rows if not (whole(row.batch) and whole(row.short) and whole(row.long) and 0 < row.lr < math.inf)]
+    even = lambda a, b: type(a) is type(b) is tuple and len(a) == len(b) and min(sum(a), sum(b)) > 0
+    uneven = [i for i, row in rows if not even(row.mtp_first, row.mtp_last)]
     raise_first(
-        (odd, f"STAGES, stage {odd[:1]}: batch and windows must be whole numbers from 1 on, lr a number above 0"),
+        (odd, f"STAGES (then EXTENSION), stage {odd[:1]}: batch and windows must be whole numbers from 1 on, lr a number above 0"),
         (ends != sorted(set(ends)) or ends[-1] != 1, f"STAGES: until must rise and end at 1, is {ends[1:]}"),
         ("backout" not in [layer.keep for layer in LAYERS], "LAYERS: none keeps 'backout', which is subtracted at the end"),
         (len(longs) > len({*longs}), f"STAGES, EXTENSION: a long window cannot come back (YaRN), is {longs}"),
@@ -1281,9 +1281,9 @@ def prepare(run: Run) -> TrainingManager:
     run.open(manager, data.shards, facts)
     started = time.perf_counter()
     warm_up(manager, ranks, run.first_step)
+    run.restore(functools.partial(warm_up, manager, ranks, run.first_step))
     parameters, seconds = sum(p.numel() for p in manager.model.parameters()), time.perf_counter() - started
     run.log.show(f"{parameters:,} parameters, ranks: {ranks.world_size}, warm-up {seconds:.0f} s")
-    run.restore(functools.partial(warm_up, manager, ranks, run.first_step))
     return manager
 
 

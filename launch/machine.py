@@ -35,9 +35,10 @@ READ = re.compile(
 IN_QUOTES = re.compile(r"""["']([A-Z][A-Z_\d]+)["']""")  # so may a script's own that names os.environ, by whatever alias
 NUMBER = re.compile(r"[-+.\de]{1,8}")  # no key, of a name that does not end in such a word: BATCH_TOKENS
 LAUNCHERS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+|OMP_NUM_THREADS")
-KEYS = ("KEY", "TOKEN")  # a secret's name, if it ends so, or if no number stands there
-SECRETS = re.compile(r"SECRET|PASS|PWD|(?:^|_)(?:PAT|PIN)(?:_|$)|AUTH|CREDENTIAL|JWT|COOKIE|SESSION|CERT")
-SECRET = re.compile(r"(?:gh[a-z]_|github_pat_|glpat-|hf_|sk-|xox\w-|AKIA|eyJ)[\w.-]{8,}")  # values, whatever the name
+KEYS, PARTS = ("KEY", "TOKEN"), ("KEY", "TOKEN", "SECRET", "PASS", "AUTH", "CREDENTIAL")  # in secrets' names; words of them:
+WORDS = re.compile(r"(?:^|_)(?:SECRETS?|PASS|PASS(?:WORD|WD|PHRASE|CODE)|PWD|PAT|AUTH|CREDENTIALS?|JWT|COOKIES?|SESSION|CERT)(?:_|$)")
+SECRET = re.compile(r"(?<![A-Za-z\d])(?:gh[a-z]_|github_pat_|glpat-|hf_|sk-|xox\w-|AKIA|eyJ)(?=[\w.-]*\d)[\w.-]{8,}")  # a value
+OF_THE_PROJECT = {"attention.py", "cpu.py", "no_triton.py", "sample.py", "tail_averages.py", "tracer.py", "triton_kernels.py"}
 COMMON = {  # what all ranks hold alike, and how to keep it so
     "weights": "the rule of a replicated parameter must do the same on each, with no random numbers",
     "tensors": "a checkpoint would give all of them the first one's: all_reduce what goes into them",
@@ -66,8 +67,8 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
     given |= {"LD_PRELOAD": re.sub(r"[^\s:]*/", "", given["LD_PRELOAD"])} if "LD_PRELOAD" in given else {}
     names = {name for text in sources.values() for found in READ.findall(text) for name in found}
     beside = {os.path.dirname(name) for name in [*sources][:1]}  # the script, which is the first
-    may = (text for file, text in sources.items() if os.path.dirname(file) in beside and re.search("environ|getenv", text))
-    names |= {name for text in may for name in IN_QUOTES.findall(text)}
+    own = (text for file, text in sources.items() if os.path.dirname(file) in beside and file not in OF_THE_PROJECT)
+    names |= {name for text in own for name in IN_QUOTES.findall(text)}
     read = sorted((name, os.environ[name]) for name in names & os.environ.keys() - given.keys())
     own = {name: value for name, value in read if value != OURS.get(name) and is_logged(name, value)} | files
     told = {  # without paths
@@ -80,8 +81,8 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
 
 def is_logged(name: str, value: str) -> bool:  # none that launchers set, and no secret
     upper, number = name.upper(), NUMBER.fullmatch(value)
-    key = upper.endswith(KEYS) if number else any(word in upper for word in KEYS)
-    return not (LAUNCHERS.fullmatch(name) or key or SECRETS.search(upper) or SECRET.search(value))
+    named = upper.endswith(KEYS) if number else any(part in upper for part in PARTS)
+    return not (LAUNCHERS.fullmatch(name) or named or WORDS.search(upper) or SECRET.search(value))
 
 
 def usable_cores() -> int:
@@ -121,7 +122,7 @@ def check_common(ranks: Any, caution: Callable, kind: str, tensors: dict[str, to
     """Called by all ranks. Raises AgreedError, naming them, for tensors that are not the same on all; on GPUs, whose kernels may
     round otherwise, calls caution with the words. kind: one of COMMON."""
     each = ranks.gather(checksums(kind, tensors) if ranks.world_size > 1 else {})
-    other = [x.partition(" of ")[2] for x in each[0] if any(rank.get(x) != each[0][x] for rank in each)]
+    other = [x.partition(" of ")[2] for x in dict.fromkeys(x for rank in each for x in rank) if len({rank.get(x) for rank in each}) > 1]
     more = f" and {len(other) - 3} more" if len(other) > 3 else ""
     fault = f"the {kind} of {', '.join(other[:3])}{more} are not the same on all ranks {when}: {COMMON[kind]}"
     ranks.raise_together(RunError(fault) if other and ranks.device.type != "cuda" else None)
@@ -134,7 +135,7 @@ def peak_memory(device: torch.device) -> str:
         allocated, reserved = (f(device) >> 20 for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
         return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with suppress(OSError):  # on Linux that may be the peak of who started this process
+    with suppress(OSError, TypeError):  # on Linux that may be the peak of who started this process
         kib = int(re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
     return f"peak memory resident: {kib >> 10} MiB"
 

@@ -136,7 +136,7 @@ def end_after(main: Callable[[], None]) -> None:
     """main(), then the end of this process at once. A script that it has imported may have begun something here, as a thread that
     samples the load: only a rank ends that as the script means to. So threads are not waited for, functions of atexit, which
     might write a rank's file again, are not called, and child processes are ended."""
-    code: Any = 1
+    code, before = 1, {*child_processes()}  # which a shell had, before its exec
     try:
         main()
         code = 0
@@ -147,13 +147,22 @@ def end_after(main: Callable[[], None]) -> None:
     except BaseException:
         console(traceback.format_exc().rstrip(), "stderr")
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # full, gone, closed
-                stream.flush()
-        for pid in child_processes():
-            with contextlib.suppress(OSError):  # it has ended
-                os.kill(pid, signal.SIGTERM)
-        os._exit(code)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        flushing = threading.Thread(target=flush, daemon=True)  # a console that has stopped is waited for a second
+        try:
+            flushing.start()
+            flushing.join(1)
+            for pid in {*child_processes()} - before:
+                with contextlib.suppress(OSError):  # it has ended
+                    os.kill(pid, signal.SIGTERM)
+        finally:
+            os._exit(code)
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # full, gone, closed
+            stream.flush()
 
 
 def child_processes() -> list[int]:

@@ -1,7 +1,8 @@
 """What a script keeps where no checkpoint looks: its own state in attributes, classes, modules and globals.
 
 A resumed run begins such state anew, and the warm-up, whose updates are undone, changes it for good. So all that can be reached
-from the manager and from the script's own modules is compared before and after the warm-up, and what differs is told.
+from the manager and from the script's own modules is compared before and after the warm-up, and after three passes and updates
+more, and what differs is told.
 """
 
 import array
@@ -11,6 +12,7 @@ import gc
 import heapq
 import io
 import itertools
+import logging
 import operator
 import random
 import sys
@@ -36,7 +38,9 @@ SET_IN_EACH_STEP = {"lr_mul", "momentum"}  # of the optimizer
 SAMPLED = 1 << 16  # elements by which a larger tensor or array is told from another
 MOST = 100_000  # values that are looked at
 FEW = 100  # for each so many that a container has, its values come later
-NAMED = 3  # in a message
+TOLD = 3  # in a message
+CUT = ""  # a name that is none: not all has been looked at
+NAMED = "a function or class:"
 SEEDED = random._inst, numpy.random.mtrand._rand, torch.default_generator  # in each step, by seed_random
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
 NAMES = *CALLED, type, torch.dtype, torch.device
@@ -52,33 +56,35 @@ def told_apart(x: Any) -> str:
     if isinstance(x, Number | numpy.generic | PurePath):
         return f"{x!r}"
     if isinstance(x, torch.Tensor):
-        plain = x.layout == torch.strided and not x.is_meta
-        return f"{tuple(x.shape)} {x.requires_grad} {checksums('', {'': x.detach().flatten()[:: 1 + x.numel() // SAMPLED]}) if plain else ''}"
+        part = x.detach().flatten()[:: 1 + x.numel() // SAMPLED] if x.layout == torch.strided and not x.is_meta else None
+        return f"{tuple(x.shape)} {x.requires_grad} {'' if part is None else checksums('', {'': part})}"
     if isinstance(x, bytearray | array.array):
         return f"{len(x)} {told_apart(numpy.frombuffer(x, numpy.uint8)) if x else ''}"
     if isinstance(x, numpy.ndarray):  # what nobody can write is no state, and what is on a disk stays there
         held = x.flags.writeable and not isinstance(x, numpy.memmap)
         return f"{x.shape} {checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes()) if held else ''}"
+    if isinstance(x, io.BytesIO):
+        return f"{x.tell()} {told_apart(numpy.frombuffer(x.getbuffer(), numpy.uint8)) if x.getbuffer().nbytes else ''}"
     if isinstance(x, io.IOBase):  # one that is read from on; a log is none
         return f"{getattr(x, 'buffer', x).tell()}" if x.readable() and not x.writable() else ""
     if isinstance(x, torch.Generator):
         return checksum(x.get_state().numpy())
-    if isinstance(x, numpy.random.Generator):
-        return f"{x.bit_generator.state}"
+    if isinstance(x, numpy.random.Generator | numpy.random.BitGenerator):
+        return f"{getattr(x, 'bit_generator', x).state}"
     if isinstance(x, (random.Random, numpy.random.RandomState)):
         return f"{x.getstate() if isinstance(x, random.Random) else x.get_state()}"
     if isinstance(x, NAMES):
-        return f"{getattr(x, '__module__', '')} {getattr(x, '__qualname__', x)}"
+        return f"{NAMED} {getattr(x, '__module__', '')} {getattr(x, '__qualname__', x)} {getattr(x, '__code__', '')}"
     return ""
 
 
-def parts_of(x: Any, own: set[str], told: str = "", without: Set[str] = frozenset()) -> list[tuple[str, Any]]:
-    """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count. told: what
-    told_apart gives. without: attributes of the optimizer that do not count."""
+def parts_of(x: Any, own: set[str], without: Set[str] = frozenset()) -> list[tuple[str, Any]]:
+    """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count; without:
+    attributes of the optimizer that do not."""
     foreign = isinstance(x, FunctionType | type) and x.__module__ not in own
     module = type(x).__module__  # of Triton's kernels and PyTorch's operators, which compile, and tune themselves: no state
     kernel = module.startswith(("triton.", "torch._")) and not isinstance(x, torch.nn.Module)
-    if foreign or kernel or isinstance(x, ModuleType | Sources):
+    if foreign or kernel or isinstance(x, ModuleType | Sources | logging.Logger | logging.Handler | logging.Manager):
         return []
     if isinstance(x, GeneratorType):
         at = x.gi_frame.f_lasti if x.gi_frame else "its end"
@@ -100,9 +106,6 @@ def parts_of(x: Any, own: set[str], told: str = "", without: Set[str] = frozense
         parts += [("", getattr(x, name, None)) for name in ("__self__", "__func__", "__wrapped__")]  # by torch.no_grad, say
     if isinstance(x, FunctionType) and x.__globals__.get("__name__") in own:
         parts += kept_by(x)
-    small = not (parts or x is None or isinstance(x, HOLDERS)) and sys.getsizeof(x) < SAMPLED  # no table of a gigabyte
-    if small and not told:  # made in C, as BytesIO: what its pickle would hold
-        parts += [(f" part {i}", y) for i, y in enumerate(x.__reduce_ex__(2))]
     return parts
 
 
@@ -163,10 +166,10 @@ def kept_outside(manager: Any, sources: Sources, without: Set[str] = SET_IN_EACH
                 found[name] = text
             if not (seeded or type(x) in LEAVES or id(x) in seen) and len(left) < 2 * MOST:
                 seen[id(x)] = x
-                parts = parts_of(x, own, text, without)
+                parts = parts_of(x, own, without)
                 for part, y in parts:
                     heapq.heappush(left, (size * (1 + len(parts) // FEW), next(numbers), f"{name}{part}", y))
-    return found
+    return {**found, CUT: ""} if left or len(seen) >= MOST else found
 
 
 def check_names(manager: Any, numbers: bool = True) -> None:
@@ -222,13 +225,18 @@ def warm_up_traces(
         if step == 0:
             now = kept_outside(manager, sources, without=frozenset())
             changed, set_before = changed or differing(set_before or now, now), now
-        if any(each := ranks.gather(changed)):
-            names = next(filter(None, each))
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        each = ranks.gather((changed[:TOLD], len(changed)))
+        if any(count for _, count in each):
+            names, count = next(found for found in each if found[1])
+            more = f" and {count - TOLD} more" if count > TOLD else ""
             how = "a run begins with what the warm-up has left there, and a resumption does so again"
-            return f"caution: passes or updates change {', '.join(names[:NAMED])}{more}: no checkpoint holds that; {how}"
+            return f"caution: passes or updates change {', '.join(names)}{more}: no checkpoint holds that; {how}"
     return ""
 
 
 def differing(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    return [name for name in {**now, **before} if now.get(name) != before.get(name)]
+    """Names of what is not as it was; not of a function or a class where nothing was told before, as of what is made at its first
+    use; where not all has been looked at, of what was seen both times."""
+    both = CUT in before or CUT in now
+    changed = [x for x in {**now, **before} if now.get(x) != before.get(x) and not (both and not (x in now and x in before))]
+    return [x for x in changed if x in before or not now[x].startswith(NAMED)]

@@ -228,7 +228,7 @@ def start(script: Path, name: str, log: Path, options: list[str], check_alone: b
 def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> None:
     """Make the runs that are not there. Raises RaceError, OSError."""
     names, now = names_of(scripts), conditions(scripts, options)
-    begins = check(folder, names, now)
+    begins, made = check(folder, names, now), [folder / name for name in names if not (folder / name).exists()]
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
     if begins:
@@ -237,17 +237,18 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
         make_runs(scripts, count, folder, options, now)
     except RaceError:
         if begins:
-            undo(folder, names)
+            undo(folder, names, made)
         raise
 
 
-def undo(folder: Path, names: list[str]) -> None:
+def undo(folder: Path, names: list[str], made: list[Path]) -> None:
     """Remove what a race has made that ended before any run left something."""
-    with contextlib.suppress(OSError):  # one of them has
-        for name in names:
-            (folder / name).rmdir()
-        (folder / "race.json").unlink()
-        folder.rmdir()
+    if not any((folder / name).is_dir() and any((folder / name).iterdir()) for name in names):
+        (folder / "race.json").unlink(missing_ok=True)
+        for path in made:
+            path.rmdir()
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def make_runs(scripts: list[Path], count: int, folder: Path, options: list[str], now: dict) -> None:
@@ -290,7 +291,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- --option=value ...]"
     chosen, late = parser.parse_known_args(own)
     if late:
-        parser.error(f"{late[0]}: unknown here; options of the runs stand after --, as: -- {' '.join(late)}")
+        advice = f"; options of the runs stand after --, as: -- {' '.join(late)}" if late[0].startswith("-") else ""
+        parser.error(f"{late[0]}: unknown here{advice}")
     if not 1 <= chosen.count <= MOST_RUNS:
         parser.error(f"N must be from 1 to {MOST_RUNS:,}")
     if {"-h", "--help"} & {*options}:

@@ -151,11 +151,12 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
         raise OSError(f"{folder}: {fault}")
 
 
-def whole_state(manager: Any, ranks: Ranks, caution: Callable = str) -> dict[str, Any]:
+def whole_state(manager: Any, ranks: Ranks, caution: Callable = tell) -> dict[str, Any]:
     """Every rank's state, on the first rank; called by all. Raises AgreedError for what is not the same on all, but has to be."""
     state = manager.state_dict()
     ranks.check_same({name: f"{x}" for name, x in leaves(state) if not isinstance(x, Tensor)})
-    check_common(ranks, caution, "tensors", {x: y for x, y in leaves({"same": state["same"]}) if isinstance(y, Tensor)})
+    same = {**state["same"], "parameters": {}}  # the weights: compared at validations
+    check_common(ranks, caution, "tensors", {x: y for x, y in leaves({"same": same}) if isinstance(y, Tensor)})
     sharded = map_tensors(lambda x: torch.cat(ranks.collect(x) or [x]), state["sharded"])
     lacking = set().union(*ranks.gather([*state["partial"]])) - {*state["partial"]}  # here, as after a branch by chance
     zeros = {label: torch.zeros_like(manager.layout(None)["partial"][label], device="cpu") for label in lacking}

@@ -88,8 +88,7 @@ class Run:
         self.log.show(f"warm-up: every shape{', compiled: minutes' if minutes else ' of training'}")
 
     def restore(self, again: Callable[[int], None]) -> None:
-        """The checkpoint's state, if any, into the manager's. Raises AgreedError if the warm-up has changed a buffer. again: one
-        pass of the warm-up and an update, of this step, once more."""
+        """The checkpoint's state, if any, into the manager's. Raises AgreedError. again(step): a pass of the warm-up, an update."""
         self.log.show(warm_up_traces(self.ranks, again, self.buffers, self.outside, self.manager, self.sources))
         if self.resumed:
             checkpoints.load_whole_state(self.manager, self.resumed["state"], self.ranks)

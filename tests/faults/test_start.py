@@ -1178,6 +1178,15 @@ def test_what_a_script_begins_as_it_is_imported_ends_with_the_launcher(tmp_path,
     wait_until(lambda: not (text := text_of(status)) or "\nState:\tZ" in text)
 
 
+def test_what_a_shell_has_started_before_outlives_the_launcher(tmp_path):
+    """As a monitor, before its exec, or what takes its output: they are the launcher's children then."""
+    (tmp_path / "idea.py").write_text("")
+    shell = f"sleep 600 > /dev/null 2>&1 & echo $!; exec {PYTHON} {ROOT}/launch/start.py idea.py"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "has no main()" in done.stderr and done.returncode == 1
+    os.kill(int(done.stdout.split()[0]), signal.SIGKILL)  # it is there
+
+
 SAVES = """\
 from launch import signals
 signals.STOP_TIMEOUT = 0.2

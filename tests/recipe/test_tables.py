@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -420,12 +420,13 @@ MISTAKES = {
     "no tuple": ("STAGES", lambda: stage(2, mtp_last=1), r"STAGES, stage \[3\]: mtp_first and mtp_last must be tuples"),
     "no weights": ("STAGES", lambda: stage(2, mtp_first=(), mtp_last=()), r"STAGES, stage \[3\]: mtp_first and .*sums > 0"),
     "weights of 0": ("STAGES", lambda: stage(0, mtp_first=(0, 0, 0)), r"STAGES, stage \[1\]: mtp_first and .*sums > 0"),
-    "half a window": ("STAGES", lambda: stage(1, long=7.5), r"STAGES, stage \[2\]: batch and windows must be whole numbers"),
-    "no window": ("STAGES", lambda: stage(0, short=0), r"STAGES, stage \[1\]: batch and windows must be whole numbers from 1"),
-    "a float for a batch": ("STAGES", lambda: stage(0, batch=8.0), r"STAGES, stage \[1\]: batch and windows must be whole"),
-    "less than no batch": ("STAGES", lambda: stage(2, batch=-8), r"STAGES, stage \[3\]: batch and windows must be whole"),
-    "no rate": ("STAGES", lambda: stage(2, lr=math.nan), r"STAGES, stage \[3\]: .*lr a number above 0"),
-    "extension": ("EXTENSION", lambda: train_gpt.EXTENSION._replace(long=0), r"STAGES, stage \[4\]: batch and windows must"),
+    "half a window": ("STAGES", lambda: stage(1, long=7.5), r"STAGES .then EXTENSION., stage \[2\]: batch and windows must be whole numbers"),
+    "no window": ("STAGES", lambda: stage(0, short=0), r"STAGES .then EXTENSION., stage \[1\]: batch and windows must be whole numbers from 1"),
+    "a float for a batch": ("STAGES", lambda: stage(0, batch=8.0), r"STAGES .then EXTENSION., stage \[1\]: batch and windows must be whole"),
+    "less than no batch": ("STAGES", lambda: stage(2, batch=-8), r"STAGES .then EXTENSION., stage \[3\]: batch and windows must be whole"),
+    "no rate": ("STAGES", lambda: stage(2, lr=math.nan), r"STAGES .then EXTENSION., stage \[3\]: .*lr a number above 0"),
+    "extension": ("EXTENSION", lambda: train_gpt.EXTENSION._replace(long=0), r"STAGES .then EXTENSION., stage \[4\]: batch and windows must"),
+    "a row's field is a text": ("STAGES", lambda: stage(0, long="3x"), r"STAGES .then EXTENSION., stage \[1\]: batch and windows"),
     "split": ("SPLIT_EMBED_AT", lambda: -1, "SPLIT_EMBED_AT is -1, must be 0 or more: a fraction of the scheduled steps"),
 }
 
@@ -437,6 +438,14 @@ def test_a_row_that_cannot_be_meant_is_named(monkeypatch: pytest.MonkeyPatch, mi
     monkeypatch.setattr(train_gpt, table, changed())
     with pytest.raises(ValueError, match=message):
         train_gpt.Hyperparameters().check(1)
+
+
+def test_a_row_may_have_fields_of_an_ideas_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were taken for the weights, which then stood last."""
+    fields = {name: float for name in (*train_gpt.Stage._fields, "weight_decay")}
+    longer = NamedTuple("Stage", fields.items())
+    monkeypatch.setattr(train_gpt, "STAGES", tuple(longer(*row, 0.1) for row in train_gpt.STAGES))
+    train_gpt.Hyperparameters().check(1)
 
 
 def test_a_parameter_is_sharded_or_replicated() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import logging
 import os
 import random
 import re
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import launch.unsaved
+import runtime.run
 import train_gpt
 import triton_kernels
 from common import ROOT, SCRIPT, ends_with, options, run_fresh, tiny_settings, unequal
@@ -277,14 +279,17 @@ def kept_by_one(rank, world_size, shards, folder):
             if rank == 1:  # as by the last rows of a bank
                 self.calm *= 0.9
 
+    told, traces = [], runtime.run.warm_up_traces
+    runtime.run.warm_up_traces = lambda *given: told.append(traces(*given)) or told[0]
     train_gpt.TrainingManager = Idea
     train_gpt.train(tiny_settings(shards, folder), Ranks(rank, world_size, torch.device("cpu")))
+    return told[0]
 
 
-def test_what_another_rank_than_the_first_keeps_is_told(run_ranks, shards, tmp_path, capfd):
+def test_what_another_rank_than_the_first_keeps_is_told(run_ranks, shards, tmp_path):
     """The first one's was, alone; what goes by rows may be another's."""
-    run_ranks(2, kept_by_one, shards, tmp_path)
-    assert "caution: passes or updates change manager.calm: no checkpoint holds that" in capfd.readouterr().out
+    said = run_ranks(2, kept_by_one, shards, tmp_path)
+    assert said[0] == said[1] and said[0].startswith("caution: passes or updates change manager.calm: no checkpoint holds that")
 
 
 @pytest.mark.parametrize("follows", [True, False])
@@ -397,11 +402,29 @@ def test_what_cannot_be_looked_at_is_passed_over(monkeypatch, kind):
     assert kept_outside(SimpleNamespace(odd=ODD[kind](), after=3), None)["manager.after"] == "3"
 
 
-def test_what_is_large_is_not_pickled(monkeypatch):
-    """A table in memory of a library's own, made in C, would be copied."""
+def use_a_logger(held):
+    logging.getLogger("other").setLevel(logging.ERROR)
+    held.log.isEnabledFor(logging.INFO)
+
+
+def make_at_its_first_use(held):
+    held.kernel, held.kind, held.cache = counted, Part, {}
+
+
+NO_STATE = {"a logger": use_a_logger, "made at its first use": make_at_its_first_use, "beside a large table": lambda held: held.tables.append([])}
+
+
+@pytest.mark.parametrize("case", NO_STATE)
+def test_what_is_no_state_of_an_ideas_is_not_told(monkeypatch, case):
+    """Each was a caution of a sound run; the table's, as what was looked at ended elsewhere."""
     monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
-    found = kept_outside(SimpleNamespace(small=io.BytesIO(b"x"), large=io.BytesIO(b"x" * 10**7)), None)
-    assert any("small" in name for name in found) and not any("large" in name for name in found)
+    monkeypatch.setattr(launch.unsaved, "MOST", 1000)
+    held = SimpleNamespace(log=logging.getLogger("an idea's"), kernel=None, kind=None, cache=None, tables=[])
+    if "table" in case:
+        held.tables.append([*range(2000)])
+    before = kept_outside(held, None)
+    NO_STATE[case](held)
+    assert launch.unsaved.differing(before, kept_outside(held, None)) == []
 
 
 def test_what_a_kernel_of_an_idea_compiles_is_no_state(monkeypatch):
