@@ -418,9 +418,9 @@ NO_STATE = {"a logger": use_a_logger, "made at its first use": make_at_its_first
 def test_what_is_no_state_of_an_ideas_is_not_told(monkeypatch, case):
     """Each was a caution of a sound run; the table's, as what was looked at ended elsewhere."""
     monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
-    monkeypatch.setattr(launch.unsaved, "MOST", 1000)
     held = SimpleNamespace(log=logging.getLogger("an idea's"), kernel=None, kind=None, cache=None, tables=[])
     if "table" in case:
+        monkeypatch.setattr(launch.unsaved, "MOST", 1000)
         held.tables.append([*range(2000)])
     before = kept_outside(held, None)
     NO_STATE[case](held)
