@@ -1184,7 +1184,9 @@ def test_what_a_shell_has_started_before_outlives_the_launcher(tmp_path):
     shell = f"sleep 600 > /dev/null 2>&1 & echo $!; exec {PYTHON} {ROOT}/launch/start.py idea.py"
     done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert "has no main()" in done.stderr and done.returncode == 1
-    os.kill(int(done.stdout.split()[0]), signal.SIGKILL)  # it is there
+    pid = int(done.stdout.split()[0])
+    assert "\nState:\tS" in text_of(Path(f"/proc/{pid}/status"))  # neither gone nor a zombie
+    os.kill(pid, signal.SIGKILL)
 
 
 SAVES = """\
