@@ -206,4 +206,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    launcher.get("end_after", lambda main: main())(main)
+    if "end_after" in launcher:
+        launcher["end_after"](main)
+    else:
+        main()

@@ -131,10 +131,10 @@ class Hyperparameters:
         check_values(self)
         check_tables()
         check_encoding(self.encoding)
-        traced, total = steps_of(self.trace_steps), self.total_iterations
+        traced, total, val = steps_of(self.trace_steps), self.total_iterations, self.val_batch_tokens
         m, unit, longest, vocab = self.micro_batches, self.batch_unit, self.max_tokens, self.vocab_size
         sizes = {f"batch_unit={unit} (stage {i})": x.batch * unit for i, x in enumerate((*STAGES, EXTENSION), 1)}
-        sizes[f"val_batch_tokens={self.val_batch_tokens}"] = val = self.val_batch_tokens
+        sizes[f"val_batch_tokens={val}"] = val
         uneven = [f"--{name}: {tokens} tokens do not" for name, tokens in sizes.items() if tokens % (16 * m)]
         multiple = f"use a multiple of {world_size}, or start another number of ranks"
         raise_first(
@@ -403,12 +403,12 @@ def check_tables() -> None:
         )
     ends = [0.0, *(stage.until for stage in STAGES)]
     longs = [long for long, _ in itertools.groupby(stage.long for stage in (*STAGES, EXTENSION))]
-    rows, whole = [*enumerate((*STAGES, EXTENSION, FINAL_VALIDATION), 1)], lambda x: f"{x}".isdecimal() and x
-    odd = [i for i, row in rows if not (whole(row.batch) and whole(row.short) and whole(row.long) and 0 < row.lr < math.inf)]
+    rows = [*enumerate((*STAGES, EXTENSION, FINAL_VALIDATION), 1)]
+    odd = [i for i, s in rows if not all(x and f"{x}".isdecimal() for x in (s.batch, s.short, s.long)) or not s.lr > 0]
     even = lambda a, b: type(a) is type(b) is tuple and len(a) == len(b) and min(sum(a), sum(b)) > 0
     uneven = [i for i, row in rows if not even(row.mtp_first, row.mtp_last)]
     raise_first(
-        (odd, f"STAGES (then EXTENSION), stage {odd[:1]}: batch and windows must be whole numbers from 1 on, lr a number above 0"),
+        (odd, f"STAGES (then EXTENSION), stage {odd[:1]}: batch and windows must be whole numbers from 1 on, lr above 0"),
         (ends != sorted(set(ends)) or ends[-1] != 1, f"STAGES: until must rise and end at 1, is {ends[1:]}"),
         ("backout" not in [layer.keep for layer in LAYERS], "LAYERS: none keeps 'backout', which is subtracted at the end"),
         (len(longs) > len({*longs}), f"STAGES, EXTENSION: a long window cannot come back (YaRN), is {longs}"),
@@ -1322,7 +1322,7 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals | None = None) -> N
             with tracer.traced(step, manager.optimizer):
                 manager.step_optimizers(step)
             if report := manager.tails.after_step(step):  # the last: the weights are now their averages
-                run.log.write(report, console=True)
+                run.log.write(report)
             run.end_step()
         batches.close()
         run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)

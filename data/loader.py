@@ -412,8 +412,8 @@ def check_progress(folder: str, shards: Set[str], encoding: str | None) -> None:
     except (DataError, OSError, KeyError, TypeError):  # none, or somebody else's
         return
     if encoding and made != encoding and all(name.startswith("fineweb_") for name in shards):
-        advice = f"give --encoding={made}"
-        raise DataError(f"{folder}/progress.json: its shards were not made for --encoding={encoding}: {advice}")
+        fault = f"its shards were not made for --encoding={encoding}: give --encoding={made}"
+        raise DataError(f"{folder}/progress.json: {fault}")
 
 
 def check_data(

@@ -25,6 +25,13 @@ class RunError(RuntimeError):
     """A run that cannot go on; its message is all that the user needs."""
 
 
+def raise_first(*rules: tuple[Any, str]) -> None:
+    """Raise ValueError with the message of the first (fault, message) whose fault is true."""
+    for fault, message in rules:
+        if fault:
+            raise ValueError(message)
+
+
 class AgreedError(RunError):
     """A RunError that every rank raises; the first one tells."""
 
@@ -334,13 +341,6 @@ CLOSED_BY_PYTHON = (  # as it ends, whoever holds them: what only their close() 
     ("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "_ZipWriteFile"), ("zipfile", "ZipFile"),
     ("shelve", "Shelf"),
 )  # fmt: skip
-
-
-def raise_first(*rules: tuple[Any, str]) -> None:
-    """Raise ValueError with the message of the first (fault, message) whose fault is true."""
-    for fault, message in rules:
-        if fault:
-            raise ValueError(message)
 
 
 def leave(message: str, code: int) -> None:

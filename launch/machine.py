@@ -32,11 +32,12 @@ READ = re.compile(
     r"""(?:\benviron(?:\.\w+\(|\[)|\bgetenv\()\s*(?:key\s*=\s*)?["'](\w+)["']"""
     r"""|["'](\w+)["']\s+(?:not\s+)?in\s+(?:os\.)?environ\b"""
 )
-IN_QUOTES = re.compile(r"""["']([A-Z][A-Z_\d]+)["']""")  # so may a script's own that names os.environ, by whatever alias
-NUMBER = re.compile(r"[-+.\de]{1,8}")  # no key, of a name that does not end in such a word: BATCH_TOKENS
+IN_QUOTES = re.compile(r"""["']([A-Z][A-Z_\d]+)["']""")  # so may a script's own, by whatever name os.environ has there
+NUMBER = re.compile(r"[-+.\de]{1,8}")
 LAUNCHERS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)S?|MASTER_\w+|TORCHELASTIC_\w+|BANKRUN_\w+|OMP_NUM_THREADS")
-KEYS, PARTS = ("KEY", "TOKEN"), ("KEY", "TOKEN", "SECRET", "PASS", "AUTH", "CREDENTIAL")  # in secrets' names; words of them:
-WORDS = re.compile(r"(?:^|_)(?:SECRETS?|PASS|PASS(?:WORD|WD|PHRASE|CODE)|PWD|PAT|AUTH|CREDENTIALS?|JWT|COOKIES?|SESSION|CERT)(?:_|$)")
+KEYS = ("KEY", "TOKEN")  # a number is none, but in a name that ends so
+PARTS = (*KEYS, "SECRET", "PASS", "AUTH", "CREDENTIAL")  # of a secret's name, whose value is no number
+WORDS = re.compile(r"(?:^|_)(?:SECRETS?|PASS(?:WORD|WD|PHRASE|CODE)?|PWD|PAT|AUTH|CREDENTIALS?|JWT|COOKIES?|SESSION|CERT)(?:_|$)")
 SECRET = re.compile(r"(?<![A-Za-z\d])(?:gh[a-z]_|github_pat_|glpat-|hf_|sk-|xox\w-|AKIA|eyJ)(?=[\w.-]*\d)[\w.-]{8,}")  # a value
 OF_THE_PROJECT = {"attention.py", "cpu.py", "no_triton.py", "sample.py", "tail_averages.py", "tracer.py", "triton_kernels.py"}
 COMMON = {  # what all ranks hold alike, and how to keep it so
@@ -67,8 +68,8 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
     given |= {"LD_PRELOAD": re.sub(r"[^\s:]*/", "", given["LD_PRELOAD"])} if "LD_PRELOAD" in given else {}
     names = {name for text in sources.values() for found in READ.findall(text) for name in found}
     beside = {os.path.dirname(name) for name in [*sources][:1]}  # the script, which is the first
-    own = (text for file, text in sources.items() if os.path.dirname(file) in beside and file not in OF_THE_PROJECT)
-    names |= {name for text in own for name in IN_QUOTES.findall(text)}
+    texts = (text for file, text in sources.items() if os.path.dirname(file) in beside and file not in OF_THE_PROJECT)
+    names |= {name for text in texts for name in IN_QUOTES.findall(text)}
     read = sorted((name, os.environ[name]) for name in names & os.environ.keys() - given.keys())
     own = {name: value for name, value in read if value != OURS.get(name) and is_logged(name, value)} | files
     told = {  # without paths
@@ -122,7 +123,8 @@ def check_common(ranks: Any, caution: Callable, kind: str, tensors: dict[str, to
     """Called by all ranks. Raises AgreedError, naming them, for tensors that are not the same on all; on GPUs, whose kernels may
     round otherwise, calls caution with the words. kind: one of COMMON."""
     each = ranks.gather(checksums(kind, tensors) if ranks.world_size > 1 else {})
-    other = [x.partition(" of ")[2] for x in dict.fromkeys(x for rank in each for x in rank) if len({rank.get(x) for rank in each}) > 1]
+    names = dict.fromkeys(name for rank in each for name in rank)
+    other = [x.partition(" of ")[2] for x in names if len({rank.get(x) for rank in each}) > 1]
     more = f" and {len(other) - 3} more" if len(other) > 3 else ""
     fault = f"the {kind} of {', '.join(other[:3])}{more} are not the same on all ranks {when}: {COMMON[kind]}"
     ranks.raise_together(RunError(fault) if other and ranks.device.type != "cuda" else None)

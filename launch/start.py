@@ -136,14 +136,15 @@ def end_after(main: Callable[[], None]) -> None:
     """main(), then the end of this process at once. A script that it has imported may have begun something here, as a thread that
     samples the load: only a rank ends that as the script means to. So threads are not waited for, functions of atexit, which
     might write a rank's file again, are not called, and child processes are ended."""
-    code, before = 1, {*child_processes()}  # which a shell had, before its exec
+    code, before = 1, {*child_processes()}  # those that a shell had, before its exec
     try:
         main()
         code = 0
     except SystemExit as ended:
-        code = ended.code or 0
-        if not isinstance(code, int):
-            code = console(f"{code}", "stderr") or 1
+        if ended.code is None or isinstance(ended.code, int):
+            code = ended.code or 0
+        else:  # a text
+            console(f"{ended.code}", "stderr")
     except BaseException:
         console(traceback.format_exc().rstrip(), "stderr")
     finally:

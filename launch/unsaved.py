@@ -40,10 +40,10 @@ MOST = 100_000  # values that are looked at
 FEW = 100  # for each so many that a container has, its values come later
 TOLD = 3  # in a message
 CUT = ""  # a name that is none: not all has been looked at
-NAMED = "a function or class:"
+FUNCTION = "function or class"  # begins the text that tells one apart
 SEEDED = random._inst, numpy.random.mtrand._rand, torch.default_generator  # in each step, by seed_random
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
-NAMES = *CALLED, type, torch.dtype, torch.device
+BY_NAME = *CALLED, type, torch.dtype, torch.device
 HOLDERS = Mapping, Set, list, tuple, deque
 HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # of a tensor
 LEAVES = {bool, int, float, complex, str, bytes, type(None)}
@@ -73,14 +73,13 @@ def told_apart(x: Any) -> str:
         return f"{getattr(x, 'bit_generator', x).state}"
     if isinstance(x, (random.Random, numpy.random.RandomState)):
         return f"{x.getstate() if isinstance(x, random.Random) else x.get_state()}"
-    if isinstance(x, NAMES):
-        return f"{NAMED} {getattr(x, '__module__', '')} {getattr(x, '__qualname__', x)} {getattr(x, '__code__', '')}"
+    if isinstance(x, BY_NAME):
+        return f"{FUNCTION} {getattr(x, '__module__', '')} {getattr(x, '__qualname__', x)} {getattr(x, '__code__', '')}"
     return ""
 
 
-def parts_of(x: Any, own: set[str], without: Set[str] = frozenset()) -> list[tuple[str, Any]]:
-    """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count; without:
-    attributes of the optimizer that do not."""
+def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
+    """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count."""
     foreign = isinstance(x, FunctionType | type) and x.__module__ not in own
     module = type(x).__module__  # of Triton's kernels and PyTorch's operators, which compile, and tune themselves: no state
     kernel = module.startswith(("triton.", "torch._")) and not isinstance(x, torch.nn.Module)
@@ -93,8 +92,8 @@ def parts_of(x: Any, own: set[str], without: Set[str] = frozenset()) -> list[tup
         return [(f" part {i}", y) for i, y in enumerate(place_of(x))]
     attributes = {**(vars(x) if hasattr(x, "__dict__") else {})}
     attributes |= {name: getattr(x, name) for name in slots_of(type(x)) if hasattr(x, name)}
-    left = {*without, "wide_grads"} if "grad_divisor" in attributes else ()
-    parts = [(f".{name}", y) for name, y in attributes.items() if named(name) and name not in left]
+    sums = "wide_grads" if "grad_divisor" in attributes else None  # of an optimizer: pending gradients are a checkpoint's
+    parts = [(f".{name}", y) for name, y in attributes.items() if named(name) and name != sums]
     if isinstance(x, Tensor):
         parts += [(f".{name}", getattr(x, name, None)) for name in (*HOOKS, *["grad"] * x.is_leaf)]
     elif isinstance(x, Mapping):
@@ -148,10 +147,9 @@ def own_modules(manager: Any, sources: Sources) -> dict[str, ModuleType]:
     return beside | {sources.path.stem: sys.modules[type(manager).__module__]}
 
 
-def kept_outside(manager: Any, sources: Sources, without: Set[str] = SET_IN_EACH_STEP) -> dict[str, str]:
+def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
     """By name, such as manager.ema['embed'], what tells apart each value that can be reached from the manager and from the
-    script's modules, but for the optimizer's `without`. What a checkpoint holds is among it: it is the same again once the
-    warm-up is undone."""
+    script's modules. What a checkpoint holds is among it: it is the same again once the warm-up is undone."""
     modules = own_modules(manager, sources)
     own = {module.__name__ for module in modules.values()}
     roots = [("manager", manager), *(
@@ -166,10 +164,10 @@ def kept_outside(manager: Any, sources: Sources, without: Set[str] = SET_IN_EACH
                 found[name] = text
             if not (seeded or type(x) in LEAVES or id(x) in seen) and len(left) < 2 * MOST:
                 seen[id(x)] = x
-                parts = parts_of(x, own, without)
+                parts = parts_of(x, own)
                 for part, y in parts:
                     heapq.heappush(left, (size * (1 + len(parts) // FEW), next(numbers), f"{name}{part}", y))
-    return {**found, CUT: ""} if left or len(seen) >= MOST else found
+    return {**found, CUT: ""} if left else found
 
 
 def check_names(manager: Any, numbers: bool = True) -> None:
@@ -207,23 +205,24 @@ class Uncopied(TorchFunctionMode):
 
 
 def warm_up_traces(
-    ranks: Any, again: Callable[[int], None], buffers: dict[str, str], outside: dict[str, str], manager: Any, sources: Sources
+    ranks: Any, again: Callable[[int], None] | None, buffers: dict[str, str], outside: dict[str, str], manager: Any, sources: Sources
 ) -> str:  # fmt: skip
     """What to tell, if the warm-up has left traces outside of what a checkpoint holds. Called by all ranks.
 
     again(step): one pass and the update of this step once more, undone. What comes round in as many as the warm-up has, as a
-    toggle, does not in one more; and what an update sets is the same after another past. outside: what kept_outside gave before.
+    toggle, does not in one more; and what an update sets is the same after another past. Older scripts give none. outside: what
+    kept_outside gave before.
     Raises AgreedError, naming them, for the model's buffers, and as check_names does.
     """
     set_before: dict[str, str] = {}
     ranks.on_all(check_names, manager)
-    for step in (None, 0, 1, 0):  # without Adam and with
+    for step in (None, 0, 1, 0) if again else (None,):  # without Adam and with
         if step is not None:
             again(step)
         ranks.on_all(check_buffers, buffers, manager.live_tensors().get("buffers", {}))
-        changed = differing(outside, kept_outside(manager, sources))
+        now = kept_outside(manager, sources)
+        changed = [name for name in differing(outside, now) if not is_set_in_each_step(name, now)]
         if step == 0:
-            now = kept_outside(manager, sources, without=frozenset())
             changed, set_before = changed or differing(set_before or now, now), now
         each = ranks.gather((changed[:TOLD], len(changed)))
         if any(count for _, count in each):
@@ -234,9 +233,15 @@ def warm_up_traces(
     return ""
 
 
+def is_set_in_each_step(name: str, found: dict[str, str]) -> bool:
+    """Is it a setting of an optimizer, which is told by its grad_divisor?"""
+    owner, _, attribute = name.rpartition(".")
+    return attribute in SET_IN_EACH_STEP and f"{owner}.grad_divisor" in found
+
+
 def differing(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Names of what is not as it was; not of a function or a class where nothing was told before, as of what is made at its first
     use; where not all has been looked at, of what was seen both times."""
     both = CUT in before or CUT in now
     changed = [x for x in {**now, **before} if now.get(x) != before.get(x) and not (both and not (x in now and x in before))]
-    return [x for x in changed if x in before or not now[x].startswith(NAMED)]
+    return [x for x in changed if x in before or not now[x].startswith(FUNCTION)]

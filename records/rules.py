@@ -25,9 +25,10 @@ COMPILER_VARIABLE = re.compile(r"""\b(?:TORCHINDUCTOR|TORCH_COMPILE|TORCHDYNAMO)
 OF_LOSS = re.compile(r"loss|entropy|softcap|validat|^forward$")
 CLOCK = {"clock", "start_clock", "paused"}  # attributes of a Run
 BY_NAME = {"getattr", "attrgetter", "methodcaller", "__getattribute__"}  # reach an attribute that no statement names
+# What changes what no statement names, and the modules whose import may do so.
 DYNAMIC = {"setattr", "delattr", "__setattr__", "__delattr__", "exec", "eval", "vars", "globals", "locals", "__import__",
-           "import_module", "__dict__", "__code__", "__globals__", "__defaults__", "patch", "monkeypatch"}  # change what no
-POWERS = {"builtins", "ctypes", "gc", "importlib", "inspect", "mock", "pytest", "sys", "unittest"}  # statement names: so do these
+           "import_module", "__dict__", "__code__", "__globals__", "__defaults__", "patch", "monkeypatch"}
+POWERS = {"builtins", "ctypes", "gc", "importlib", "inspect", "mock", "pytest", "sys", "unittest"}
 BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 PROVEN, BROKEN, OPEN = "[x]", "[!]", "[ ]"
 
@@ -277,7 +278,7 @@ def roots_of(node: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def is_modules(node: ast.AST) -> bool:  # sys.modules; a model's modules() is called
-    return isinstance(node, ast.Attribute) and node.attr == "modules" and isinstance(node.value, ast.Name) and node.value.id == "sys"
+    return isinstance(node, ast.Attribute) and node.attr == "modules" and getattr(node.value, "id", "") == "sys"
 
 
 def outside_functions(tree: ast.AST) -> set[str]:

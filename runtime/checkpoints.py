@@ -43,10 +43,11 @@ class CheckpointError(ValueError):
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
     """Save; then delete all of the run but this and the last `keep` - 1 before it. Raises OSError, with these as they were."""
     torch.save(map_tensors(lambda x: x, saved), buffer := io.BytesIO())  # NumPy's numbers could not be read
+    payload = buffer.getbuffer()
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_leftovers(path.parent, "step_*.pt.tmp")
     with whole_file(path) as file:
-        file.writelines((MAGIC, hashlib.sha256(payload := buffer.getbuffer()).digest(), payload))
+        file.writelines((MAGIC, hashlib.sha256(payload).digest(), payload))
     others = [old for old in checkpoints(path.parent) if old.name != path.name and is_ours(old)]
     for old in sorted(others, key=lambda old: step_of(old) > step_of(path))[keep - 1 :]:  # first those of a course left
         try:

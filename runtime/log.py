@@ -45,7 +45,6 @@ class Log:
         """header: see log_header; resumed: a checkpoint's log, `header` then being the note. Raises OSError or ValueError."""
         self.quiet, self.live = not ranks.first, ranks.first and getattr(sys.stdout, "isatty", bool)()
         self.path, self.header, self.lines, self.unwritten, self.warned = path, header, [], b"", False
-        self.tell = lambda text: self.write(text, console=True)
         self.place, self.size = (), 0  # of the file that this process has written: none yet
         if resumed and not self.quiet:
             if not (parts := same_run(path, resumed)):
@@ -57,7 +56,7 @@ class Log:
             except OSError as error:
                 raise OSError(f"{error.filename or path}: {error.strerror or error}: see to it, or give another --log_dir") from error
 
-    def write(self, text: str, console: bool = False) -> None:  # a line of the log
+    def write(self, text: str, console: bool = True) -> None:  # a line of the log
         if self.quiet:
             return
         self.lines.append(encoded(f"{text}\n").decode())  # as a checkpoint compares it with the file

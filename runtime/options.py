@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, get_type_hints
 
-from launch.console import OptionParser, RunError, boolean, not_empty
+from launch.console import OptionParser, RunError, boolean, not_empty, raise_first
 
 # Settings that say what is written, and where: they do not make another run.
 OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "trace_steps"})
@@ -26,13 +26,13 @@ def check_values(settings: Any) -> None:
     types = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, least, choices = getattr(settings, field.name), field.metadata.get("least", 1), field.metadata.get("choices")
-        if types[field.name] is int and not least <= value < 2**32:  # of a seed PyTorch takes no more bits on a CPU
-            limit = "below 2**32" if value >= least else f"{least} or more" if least != 1 else "positive"
-            raise ValueError(f"--{field.name}={value}: must be {limit}")
-        if types[field.name] is float and not (0 < value < math.inf or least < 1 and least <= value < math.inf):
-            raise ValueError(f"--{field.name}={value}: must be {'positive' if least == 1 else f'{least} or more'} and finite")
-        if choices and value not in choices:
-            raise ValueError(f"--{field.name}={value}: must be {' or '.join(map(str, choices))}")
+        kind, limit, must = types[field.name], "positive" if least == 1 else f"{least} or more", f"--{field.name}={value}: must be"
+        raise_first(
+            (kind is int and value < least, f"{must} {limit}"),
+            (kind is int and value >= 2**32, f"{must} below 2**32"),  # of a seed PyTorch takes no more bits on a CPU
+            (kind is float and not (0 < value < math.inf or least < 1 and least <= value < math.inf), f"{must} {limit} and finite"),
+            (choices and value not in choices, f"{must} {' or '.join(map(str, choices or ()))}"),
+        )
 
 
 def is_plain_name(text: str) -> bool:
@@ -44,7 +44,6 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
     """The preset's settings, changed by --name=value in argv, or the process's own: what is wrong ends it, with code 2.
     No preset: the first one on a GPU, else the last."""
     import torch  # not above: the tools in records/ need none
-
     preset = preset or [*presets][0 if torch.cuda.is_available() else -1]
     parser = OptionParser(f"Train by the speedrun's recipe. The preset here is {preset!r}; options override its settings.")
     parser.add_argument("--preset", choices=presets, default=preset, help="sizes and schedule to start from")

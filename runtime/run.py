@@ -84,11 +84,11 @@ class Run:
         header = resumption_note(path, saved, self.logged, facts) if s.resume else log_header(self.logged, facts)
         self.log = ranks.on_all(Log, ranks, Path(s.log_dir, f"{s.run_id}.txt"), header, saved["log"] if s.resume else None)
         self.log.show(f"log: {self.log.path}" + (f"\n{header.splitlines()[0]}" if s.resume else ""))
-        minutes = getattr(s, "compile", False) or ranks.device.type == "cuda"
-        self.log.show(f"warm-up: every shape{', compiled: minutes' if minutes else ' of training'}")
+        compiled = getattr(s, "compile", False) or ranks.device.type == "cuda"
+        self.log.show(f"warm-up: every shape{', compiled: minutes' if compiled else ' of training'}")
 
-    def restore(self, again: Callable[[int], None]) -> None:
-        """The checkpoint's state, if any, into the manager's. Raises AgreedError. again(step): a pass of the warm-up, an update."""
+    def restore(self, again: Callable[[int], None] | None = None) -> None:
+        """The checkpoint's state, if any, into the manager's. Raises AgreedError. again: warm_up_traces'; none of older scripts."""
         self.log.show(warm_up_traces(self.ranks, again, self.buffers, self.outside, self.manager, self.sources))
         if self.resumed:
             checkpoints.load_whole_state(self.manager, self.resumed["state"], self.ranks)
@@ -172,8 +172,8 @@ class Run:
         if not self.signals.agreed:
             if culprits := self._not_finite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
-            check_common(self.ranks, self.log.tell, "weights", self.manager.live_tensors()["weights"], f"at step {step}")
-            self.log.write(step_line(step, self.total, self.clock.before, loss), console=True)
+            check_common(self.ranks, self.log.write, "weights", self.manager.live_tensors()["weights"], f"at step {step}")
+            self.log.write(step_line(step, self.total, self.clock.before, loss))
 
     def _not_finite(self, loss: float) -> str:  # labels of weights, or else of gradients, on any rank; empty if all is finite
         for kind, tensors in self.manager.live_tensors().items():
@@ -184,7 +184,7 @@ class Run:
     @while_saving
     def _save(self, step: int) -> str:
         """What became of a checkpoint, in words: a full disk does not end the run. Raises AgreedError for infinities, NaN."""
-        path, state = self.folder / f"step_{step:06d}.pt", checkpoints.whole_state(self.manager, self.ranks, self.log.tell)
+        path, state = self.folder / f"step_{step:06d}.pt", checkpoints.whole_state(self.manager, self.ranks, self.log.write)
 
         def write() -> str:
             self.locks[:] = map(keep_lock, self.locks)
@@ -203,7 +203,7 @@ class Run:
                 self.unsaved = ""
             except (OSError, MemoryError) as error:
                 self.unsaved = f"no checkpoint of step {step}: {path}: {getattr(error, 'strerror', '') or repr(error)}"
-                self.log.write(self.unsaved, console=True)
+                self.log.write(self.unsaved)
             return self.unsaved or f"checkpoint {path}"
 
         return self.ranks.on_first(write)
@@ -217,7 +217,7 @@ class Run:
         name = "bad data" if agreed == FAULT else signal.Signals(agreed).name
         said = "; ".join(filter(None, [kept, *faults[:1], self.at_end()]))
         message = f"stopped by {name} after step:{step}/{self.total}: {said}"
-        self.log.write(message, console=True)
+        self.log.write(message)
         self.log.close()
         self.ranks.raise_together(RunError(message) if agreed == FAULT else None)
         raise Stopped(message, 128 + agreed)
@@ -228,12 +228,12 @@ class Run:
         if self.tokens_done < self.tokens:  # as by a break
             raise AgreedError(f"train() has left its loop before it made step {self.total}/{self.total}: the log is cut short")
         self.signals.in_training, lost = False, self.at_end()
-        self.log.write(peak_memory(self.ranks.device), console=True)
+        self.log.write(peak_memory(self.ranks.device))
         if sample and self.ranks.first:
             try:
-                self.log.write(f"sample, after a prompt from the validation shard:\n{sample()}", console=True)
+                self.log.write(f"sample, after a prompt from the validation shard:\n{sample()}")
             except Exception as error:  # the run is through: a shard or an encoding that has gone meanwhile ends no good run
-                self.log.write(f"no sample: {type(error).__name__}: {error}", console=True)
+                self.log.write(f"no sample: {type(error).__name__}: {error}")
         self.log.close()
         lacks = f"{self.log.path} lacks its last lines" if self.log.unwritten else self.unsaved
         if lacks or lost:

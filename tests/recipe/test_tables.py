@@ -424,7 +424,7 @@ MISTAKES = {
     "no window": ("STAGES", lambda: stage(0, short=0), r"STAGES .then EXTENSION., stage \[1\]: batch and windows must be whole numbers from 1"),
     "a float for a batch": ("STAGES", lambda: stage(0, batch=8.0), r"STAGES .then EXTENSION., stage \[1\]: batch and windows must be whole"),
     "less than no batch": ("STAGES", lambda: stage(2, batch=-8), r"STAGES .then EXTENSION., stage \[3\]: batch and windows must be whole"),
-    "no rate": ("STAGES", lambda: stage(2, lr=math.nan), r"STAGES .then EXTENSION., stage \[3\]: .*lr a number above 0"),
+    "no rate": ("STAGES", lambda: stage(2, lr=math.nan), r"STAGES .then EXTENSION., stage \[3\]: .*lr above 0"),
     "extension": ("EXTENSION", lambda: train_gpt.EXTENSION._replace(long=0), r"STAGES .then EXTENSION., stage \[4\]: batch and windows must"),
     "a row's field is a text": ("STAGES", lambda: stage(0, long="3x"), r"STAGES .then EXTENSION., stage \[1\]: batch and windows"),
     "split": ("SPLIT_EMBED_AT", lambda: -1, "SPLIT_EMBED_AT is -1, must be 0 or more: a fraction of the scheduled steps"),

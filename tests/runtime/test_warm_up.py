@@ -251,6 +251,24 @@ def test_what_comes_round_with_adam_or_without_is_told(shards, tmp_path, monkeyp
     assert "caution: passes or updates change manager.which: no" in capsys.readouterr().out
 
 
+def test_a_copy_of_an_older_script_runs(shards, tmp_path):
+    """One that restores without the warm-up once more, takes raise_first from where it was, and tells the log of its console."""
+    text = SCRIPT.read_text()
+    older = {
+        "run.restore(functools.partial(warm_up, manager, ranks, run.first_step))": "run.restore()",
+        "Stopped, leave, raise_first, tell": "Stopped, leave, tell",
+        "is_plain_name, parse_options, setting": "is_plain_name, parse_options, raise_first, setting",
+        "run.log.write(report)": "run.log.write(report, console=True)",
+    }
+    for now, then in older.items():
+        assert text.count(now) == 1
+        text = text.replace(now, then)
+    (tmp_path / "older.py").write_text(text)
+    command = [sys.executable, f"{tmp_path / 'older.py'}", *options(shards, tmp_path, tail_averages="true")]
+    done = run_fresh(command, env={**os.environ, "PYTHONPATH": f"{ROOT}"})
+    assert done.returncode == 0 and "caution" not in done.stdout and "tail averages" in done.stdout, done
+
+
 @pytest.mark.parametrize("parity", [0, 1])
 def test_a_buffer_that_comes_round_is_refused(shards, tmp_path, monkeypatch, parity):
     class Idea(train_gpt.TrainingManager):
