@@ -308,17 +308,25 @@ QUANTIZE = dict(BLOCK=128, num_warps=8)  # tiles whose rows and columns are whol
 
 
 @triton.jit
+def _within(x, scale, limit):
+    """x · scale within ±limit; NaN stays NaN, so that a broken run is seen in its loss."""
+    y = x.to(tl.float32) * scale
+    return tl.where(y > limit, limit, tl.where(y < -limit, -limit, y))
+
+
+@triton.jit
 def quantize_kernel(x, q, q_t, rows, cols, inverse_scale, limit, BOTH: tl.constexpr, BLOCK: tl.constexpr):
     """q (rows, cols) and, if BOTH, q_t (cols, rows): x · inverse_scale within ±limit, one program a tile.
-    Faster: x is read once for both layouts, and nothing is written in 16 bits. Must hold: both layouts have the same bits,
-    and NaN stays NaN, so that a broken run is seen in its loss."""
+    Faster: x is read once for both layouts, and nothing is written in 16 bits. Must hold: both layouts have the same bits.
+    So x is of 16 bits if BOTH, and turns before its cast. Of a tile that is cast first, as Triton does with fp32, a quarter
+    of q_t or more is wrong on an H100: the assembler in Triton 3.6 and 3.7 merges the pairs of a cast into words, and then
+    takes bytes of pairs that are no more."""
     across = tl.cdiv(cols, BLOCK)
     row, col = tl.program_id(0) // across * BLOCK, tl.program_id(0) % across * BLOCK
-    tile = _load_tile(x, row, col, rows, cols, BLOCK, BLOCK).to(tl.float32) * inverse_scale
-    tile = tl.where(tile > limit, limit, tl.where(tile < -limit, -limit, tile)).to(q.dtype.element_ty)
-    _store_tile(q, tile, row, col, rows, cols)
+    tile = _load_tile(x, row, col, rows, cols, BLOCK, BLOCK)
+    _store_tile(q, _within(tile, inverse_scale, limit), row, col, rows, cols)
     if BOTH:
-        _store_tile(q_t, tile.T, col, row, cols, rows)
+        _store_tile(q_t, _within(tile.T, inverse_scale, limit), col, row, cols, rows)
 
 
 def launch_quantize(x: Tensor, scale: float, limit: float, q: Tensor, q_t: Tensor | None) -> None:
@@ -330,10 +338,10 @@ def launch_quantize(x: Tensor, scale: float, limit: float, q: Tensor, q_t: Tenso
 
 @quantize_fp8.kernel("cuda")
 def _quantize_fp8_cuda(x: Tensor, scale: float, dtype: torch.dtype, both: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    q = torch.empty(x.shape, device=x.device, dtype=dtype)
-    q_t = torch.empty(x.shape[::-1], device=x.device, dtype=dtype) if both else None
+    q, fused = torch.empty(x.shape, device=x.device, dtype=dtype), both and x.element_size() == 2
+    q_t = torch.empty(x.shape[::-1], device=x.device, dtype=dtype) if fused else None
     launch_quantize(x, scale, torch.finfo(dtype).max, q, q_t)
-    return (q, q_t) if both else q
+    return (q, q_t if fused else q.mT.contiguous()) if both else q
 
 
 quantize_fp8_both.kernel("cuda")(functools.partial(_quantize_fp8_cuda, both=True))

@@ -7,6 +7,7 @@ for each term of a sum.
 """
 
 import contextlib
+import itertools
 import math
 import zlib
 from collections.abc import Iterator
@@ -377,14 +378,16 @@ def check_quantize(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> N
 
 
 def check_quantize_in_fp8(device: str, units: dict[torch.dtype, float]) -> None:
-    x = sample("x", (200, 144), torch.float32, device) * 30
-    for dtype, unit in units.items():
+    """Of fp32 and of 16 bits: both layouts hold the same numbers, of the right size, and to the bit where it is to nearest."""
+    inputs = (torch.float32, torch.bfloat16 if device == "cuda" else torch.float16)
+    for dtype, x_dtype in itertools.product(units, inputs):
+        x, unit = (sample("x", (200, 144), torch.float32, device) * 30).to(x_dtype), units[dtype]
         with kernels_in_guards():
             q, q_t = tk.quantize_fp8_both(x, 100 / 448, dtype)
             alone = tk.quantize_fp8(x, 100 / 448, dtype)
         bits = q.view(torch.uint8)
         assert torch.equal(q_t.view(torch.uint8), bits.mT) and torch.equal(alone.view(torch.uint8), bits)
-        exact = x.double() * (448 / 100)
+        exact = (x.double() * (448 / 100)).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
         assert_within(q.float(), exact, (1 + 2.0**-8) * unit * exact.abs() + 2.0**-9)  # the smallest number of e4m3
         if units is NEAREST:
             with tk.kernels_of("cpu"):
