@@ -7,6 +7,8 @@ import contextlib
 import os
 import signal
 
+GIVEN = {**os.environ}  # at the start
+
 with contextlib.suppress(ValueError):  # not in the main thread
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # as by a parent: a killed child's code would read 0
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

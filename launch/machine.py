@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from launch import threads_at_most
+from launch import GIVEN, threads_at_most
 from launch.console import RunError, encoded
 
 # What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
@@ -70,7 +70,8 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
     beside = {os.path.dirname(name) for name in [*sources][:1]}  # the script, which is the first
     texts = (text for file, text in sources.items() if os.path.dirname(file) in beside and file not in OF_THE_PROJECT)
     names |= {name for text in texts for name in IN_QUOTES.findall(text)}
-    read = sorted((name, os.environ[name]) for name in names & os.environ.keys() - given.keys())
+    environ = {**GIVEN, **os.environ}  # a script may take out what it reads
+    read = sorted((name, environ[name]) for name in names & environ.keys() - given.keys())
     own = {name: value for name, value in read if value != OURS.get(name) and is_logged(name, value)} | files
     told = {  # without paths
         kind: ", ".join(f"{name}={value!a}" for name, value in found.items() if "/" not in value)

@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
         importing.append(name)
-        here = os.getcwd()
+        here, given_to_all = os.getcwd(), {**os.environ}
         try:
             script = load(path)
         finally:
@@ -112,7 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         os.chdir(here)
         check_main(script, path)
         ranks, options = check(script, options, asked, moves)
-        code = 0 if CHECK_ALONE in os.environ else Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name).wait()
+        environ = untouched(given_to_all)
+        code = 0 if CHECK_ALONE in os.environ else Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name, environ).wait()
     except LaunchError as error:
         message, code = error.args
         tell(name, f"error: {message}")
@@ -779,7 +780,7 @@ class Ranks:
     Signals are handed on to all; a second one ends the ranks at once. When one rank fails, the others are ended.
     """
 
-    def __init__(self, count: int, command: list[str], name: str):
+    def __init__(self, count: int, command: list[str], name: str, environ: dict[str, str]):
         self.name, self.received, self.heard, self.busy, self.stopped = name, [], 0.0, 0.0, False
         self.awake = 0.0  # seconds of wait, without those in which this process stood still itself, as by docker pause
         for number in heeded_signals():
@@ -796,7 +797,7 @@ class Ranks:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # they inherit it until they handle signals:
         try:  # while they import, a Ctrl-C would be a traceback from each
             for rank in range(count):  # in a session of its own: Ctrl-C reaches this process alone, and from here each rank
-                environment = {**os.environ, **rank_environment(rank, count, port), "BANKRUN_IN_TRAINING": f"{pipe}"}
+                environment = {**environ, **rank_environment(rank, count, port), "BANKRUN_IN_TRAINING": f"{pipe}"}
                 self.processes.append(subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=[pipe]))
         except OSError:
             self._send(signal.SIGKILL)
@@ -945,6 +946,13 @@ def rank_environment(rank: int, count: int, port: int, interfaces: Callable = so
         kept = os.environ.get("PYTHONIOENCODING") or getattr(sys.stdout, "encoding", None) or "utf-8"
         ours |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": kept}
     return chosen | {name: f"{value}" for name, value in {**ranks, **place, **ours}.items()} | import_environment()
+
+
+def untouched(environ: dict[str, str]) -> dict[str, str]:
+    """The variables as they were before the script was imported here, as each rank imports it again: one that it takes out, or adds
+    to, would be another there. OpenMP's as launch/__init__.py wants them, which a script may import after PyTorch."""
+    openmp = {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
+    return {name: value for name, value in environ.items() if not name.startswith("OMP_")} | openmp
 
 
 def import_environment() -> dict[str, str]:

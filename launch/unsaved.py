@@ -13,15 +13,16 @@ import heapq
 import io
 import itertools
 import logging
+import mmap
 import operator
 import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from numbers import Number
 from pathlib import PurePath
-from types import BuiltinMethodType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, GeneratorType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -40,11 +41,13 @@ MOST = 100_000  # values that are looked at
 FEW = 100  # for each so many that a container has, its values come later
 TOLD = 3  # in a message
 CUT = ""  # a name that is none: not all has been looked at
+LINES = itertools.count()  # a number that is another each time
 FUNCTION = "function or class"  # begins the text that tells one apart
 SEEDED = random._inst, numpy.random.mtrand._rand, torch.default_generator  # in each step, by seed_random
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
 BY_NAME = *CALLED, type, torch.dtype, torch.device
-HOLDERS = Mapping, Set, list, tuple, deque
+MAPPINGS = dict, MappingProxyType  # others, as an archive of arrays, may read a file for each value
+HOLDERS = *MAPPINGS, set, frozenset, list, tuple, deque
 HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # of a tensor
 LEAVES = {bool, int, float, complex, str, bytes, type(None)}
 
@@ -53,24 +56,28 @@ def told_apart(x: Any) -> str:
     """A text that is another for another number, text, tensor, array, random generator, function or class; "": no such."""
     if isinstance(x, str | bytes):
         return f"{len(x)} {hash(x)}"  # a corpus, say: no copy
-    if isinstance(x, Number | numpy.generic | PurePath):
+    if isinstance(x, numpy.generic):
+        return f"{x.item()!r}"  # as a checkpoint gives it back
+    if isinstance(x, Number | PurePath):
         return f"{x!r}"
     if isinstance(x, torch.Tensor):
         part = x.detach().flatten()[:: 1 + x.numel() // SAMPLED] if x.layout == torch.strided and not x.is_meta else None
         return f"{tuple(x.shape)} {x.requires_grad} {'' if part is None else checksums('', {'': part})}"
-    if isinstance(x, bytearray | array.array):
+    if isinstance(x, bytearray | memoryview | array.array):
         return f"{len(x)} {told_apart(numpy.frombuffer(x, numpy.uint8)) if x else ''}"
-    if isinstance(x, numpy.ndarray):  # what nobody can write is no state, and what is on a disk stays there
-        held = x.flags.writeable and not isinstance(x, numpy.memmap)
-        return f"{x.shape} {checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes()) if held else ''}"
+    if isinstance(x, numpy.ndarray):
+        return f"{x.shape} {'' if on_disk(x) else checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes())}"
     if isinstance(x, io.BytesIO):
         return f"{x.tell()} {told_apart(numpy.frombuffer(x.getbuffer(), numpy.uint8)) if x.getbuffer().nbytes else ''}"
     if isinstance(x, io.IOBase):  # one that is read from on; a log is none
-        return f"{getattr(x, 'buffer', x).tell()}" if x.readable() and not x.writable() else ""
+        return place_in(x) if x.readable() else ""
     if isinstance(x, torch.Generator):
         return checksum(x.get_state().numpy())
     if isinstance(x, numpy.random.Generator | numpy.random.BitGenerator):
-        return f"{getattr(x, 'bit_generator', x).state}"
+        bits = getattr(x, "bit_generator", x)
+        return f"{bits.state} {told_apart(bits.seed_seq)}"
+    if isinstance(x, numpy.random.SeedSequence):
+        return f"{x.state}"
     if isinstance(x, (random.Random, numpy.random.RandomState)):
         return f"{x.getstate() if isinstance(x, random.Random) else x.get_state()}"
     if isinstance(x, BY_NAME):
@@ -86,19 +93,22 @@ def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
     if foreign or kernel or isinstance(x, ModuleType | Sources | logging.Logger | logging.Handler | logging.Manager):
         return []
     if isinstance(x, GeneratorType):
-        at = x.gi_frame.f_lasti if x.gi_frame else "its end"
-        return [(" at", at), *((f".{name}", y) for name, y in (x.gi_frame.f_locals if x.gi_frame else {}).items())]
-    if isinstance(x, Iterator) and type(x).__module__ in ("builtins", "itertools"):  # no attribute tells where it is
-        return [(f" part {i}", y) for i, y in enumerate(place_of(x))]
+        local = x.gi_frame.f_locals if x.gi_frame else {}
+        parts = [(f".{name}", y) for name, y in local.items()]
+        parts += [(f" part {i}", y) for i, y in enumerate(gc.get_referents(x)) if isinstance(y, Iterator)]  # of loops, yield from
+        return [(" at", x.gi_frame.f_lasti if x.gi_frame else "its end"), *parts]
+    if isinstance(x, Iterator) and not isinstance(x, io.IOBase) and not isinstance(type(x).__next__, FunctionType):
+        return [(f" part {i}", y) for i, y in enumerate(place_of(x))]  # made in C: no attribute tells where it is
     attributes = {**(vars(x) if hasattr(x, "__dict__") else {})}
     attributes |= {name: getattr(x, name) for name in slots_of(type(x)) if hasattr(x, name)}
     sums = "wide_grads" if "grad_divisor" in attributes else None  # of an optimizer: pending gradients are a checkpoint's
-    parts = [(f".{name}", y) for name, y in attributes.items() if named(name) and name != sums]
+    special = {name for name, y in attributes.items() if isinstance(x, type) and isinstance(y, FunctionType)}  # as __call__
+    parts = [(f".{name}", y) for name, y in attributes.items() if (named(name) or name in special) and name != sums]
     if isinstance(x, Tensor):
         parts += [(f".{name}", getattr(x, name, None)) for name in (*HOOKS, *["grad"] * x.is_leaf)]
-    elif isinstance(x, Mapping):
-        keys = (f"{key!r:.40}" if isinstance(key, str | int) else i for i, key in enumerate(x))
-        parts += [(f"[{key}]", y) for key, y in itertools.islice(zip(keys, x.values()), MOST)]
+    elif isinstance(x, MAPPINGS):
+        items = itertools.islice(dict.items(x) if isinstance(x, dict) else x.items(), MOST)
+        parts += [(f"[{f'{key!r:.40}' if isinstance(key, str | int) else i}]", y) for i, (key, y) in enumerate(items)]
     elif isinstance(x, HOLDERS):
         parts += [(f"[{i}]", y) for i, y in enumerate(itertools.islice(x, MOST))]
     elif isinstance(x, CALLED):
@@ -108,8 +118,20 @@ def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
     return parts
 
 
+def on_disk(x: Any) -> bool:
+    """An array whose numbers lie in a file: what changes there stays."""
+    return isinstance(x, numpy.memmap | mmap.mmap) or isinstance(x, numpy.ndarray) and on_disk(x.base)
+
+
+def place_in(file: io.IOBase) -> str:
+    try:
+        return f"{file.tell()}"
+    except OSError:  # a text whose lines are iterated over, or a pipe
+        return f"line {next(LINES)}"
+
+
 def place_of(iterator: Iterator) -> list[Any]:
-    """What makes one of Python's own iterators anew where it is; as far as that can be seen, if Python does not tell."""
+    """What makes an iterator of C's anew where it is; as far as that can be seen, if it does not tell."""
     with contextlib.suppress(TypeError), warnings.catch_warnings(action="ignore"):
         return [*iterator.__reduce__()]
     return [f"{iterator!r}", operator.length_hint(iterator), *gc.get_referents(iterator)]
@@ -135,7 +157,7 @@ def slots_of(kind: type) -> list[str]:
 
 
 def named(name: str) -> bool:  # by a script, not by Python or its compiler
-    return not name.startswith(("__", "_dynamo", "_compiled_call"))
+    return not (name.startswith(("_dynamo", "_compiled_call")) or name.startswith("__") and name.endswith("__"))
 
 
 def own_modules(manager: Any, sources: Sources) -> dict[str, ModuleType]:

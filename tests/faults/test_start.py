@@ -54,7 +54,7 @@ def start(monkeypatch, capfd):
 
     def run(*arguments: str) -> tuple[int, list[str], tuple]:
         started: list = []
-        fake = lambda count, command, name: types.SimpleNamespace(wait=lambda: started.append((count, command)) or 0)
+        fake = lambda count, command, name, environ: types.SimpleNamespace(wait=lambda: started.append((count, command)) or 0)
         with monkeypatch.context() as patch:
             patch.setattr(launcher, "Ranks", fake)
             patch.setattr(sys, "path", sys.path[:])
@@ -908,6 +908,28 @@ def test_a_script_that_changes_the_folder_as_it_is_imported_changes_no_path(star
     assert code == 1 and f"latest: no usable checkpoint in {ROOT}/logs" in lines[-1]
 
 
+TAKES = """import json, os
+GAIN = os.environ.pop("GAIN", "1")
+os.environ["BANKS"] = os.environ.get("BANKS", "") + "x"
+
+
+def main():
+    print(GAIN, os.environ["BANKS"], os.environ["OMP_WAIT_POLICY"])
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_rank_gets_the_variables_that_the_user_has_given(tmp_path):
+    """The launcher's own import took one out of the environment, and the ranks trained with the script's default."""
+    (tmp_path / "idea.py").write_text(TAKES)
+    command = [PYTHON, f"{ROOT}/launch/start.py", "idea.py", "--data=here"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"RANKS": "1", "GAIN": "3"}, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["3 x passive"]), done
+
+
 def test_only_help_alone_asks_for_help(start, shards, tmp_path):
     code, _, started = start(*options(shards, tmp_path, run_id="a --help b"))
     assert code == 0 and started
@@ -974,7 +996,7 @@ def ranks(monkeypatch, capfd):
         with monkeypatch.context() as patch:
             if "launch.signals" in program or "Signals" in program:  # which imports PyTorch
                 patch.setattr(launcher, "subprocess", types.SimpleNamespace(Popen=Forked))
-            code = Ranks(count, [PYTHON, "-c", program], "idea.py").wait()
+            code = Ranks(count, [PYTHON, "-c", program], "idea.py", {**os.environ}).wait()
         return code, capfd.readouterr().err
 
     monkeypatch.setattr(launcher, "loopback_store", lambda: (None, 1))
@@ -1382,5 +1404,5 @@ def test_a_data_tool_ends_with_a_launcher_that_is_killed(tmp_path):
 
 
 def test_a_rank_that_ends_with_a_code_that_is_no_signals_is_told(capsys):
-    ranks = launcher.Ranks(1, [sys.executable, "-c", "import sys; sys.exit(255)"], "script.py")
+    ranks = launcher.Ranks(1, [sys.executable, "-c", "import sys; sys.exit(255)"], "script.py", {**os.environ})
     assert ranks.wait() == 255 and "script.py: error: rank 0 ended with code 255" in capsys.readouterr().err

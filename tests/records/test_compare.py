@@ -207,6 +207,18 @@ def test_globs_and_names_that_tell_groups_apart(tmp_path, capsys):
     assert "| *.txt" not in out and "| x/logs |    2" in out and "| y/logs |    2" in out
 
 
+def test_a_glob_below_a_folder_whose_name_has_brackets(tmp_path, monkeypatch):
+    (folder := tmp_path / "bankrun [1]" / "logs").mkdir(parents=True)
+    logs = [folder / f"seed{seed}.txt" for seed in range(3)]
+    for log in logs:
+        log.touch()
+    assert groups.find_logs(f"{folder}/*.txt") == logs and groups.find_logs(f"{tmp_path}/bank*/logs/seed[01].txt") == logs[:2]
+    monkeypatch.chdir(tmp_path)
+    assert groups.find_logs("./bankrun [1]/**/*2.txt") == [Path("bankrun [1]/logs/seed2.txt")]
+    with pytest.raises(groups.InputError, match="nothing matches it as a glob"):
+        groups.find_logs(f"{folder}/[9].txt")
+
+
 def test_pairs(two_groups, capsys):
     compare.main([*two_groups, "--pairs"])
     test = scipy_stats.ttest_rel([70, 71, 72], [80, 81, 82.5])

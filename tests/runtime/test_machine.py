@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+import launch.machine
 import train_gpt
 from common import ROOT
 from launch.machine import OF_THE_PROJECT, VARIABLES, forget_earlier_run, machine_facts, peak_memory, settings_text, usable_cores
@@ -34,6 +35,10 @@ def test_variables_that_the_sources_read_are_told(monkeypatch):
     other += """\nhigh = 0.5 if "FLAG" in os.environ else 0.1; low = 'OTHER' not in environ"""
     told = machine_facts(torch.device("cpu"), 1, {"idea.py": script, "mine.py": other})
     assert [line for line in told if line.startswith("read by")] == ["read by its sources: DEPTH='1.5', FLAG='1.5', LR='1.5', NAMED='1.5', OTHER='1.5'"]
+    with monkeypatch.context() as patch:  # one that the script has taken out
+        patch.setitem(launch.machine.GIVEN, "DEPTH", "2")
+        patch.delenv("DEPTH")
+        assert "DEPTH='2', " in machine_facts(torch.device("cpu"), 1, {"idea.py": script})[-1]
     for name in ("s", "step", "BLOCK", "WIDTH"):  # in quotes in the project's own sources, which read none of them
         monkeypatch.setenv(name, "1")
     project = {path.name: path.read_text() for path in ROOT.glob("*.py")}
