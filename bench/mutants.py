@@ -570,6 +570,8 @@ CHANGES = {  # by file: what, tests, old, new
     "launch/unsaved.py": (
         ("a text is where its block is", "runtime/warm_up::test_what_an_idea_keeps_is_seen", 'f"{file.tell()}"', "f\"{getattr(file, 'buffer', file).tell()}\""),
         ("a text whose lines are iterated over is nowhere", "runtime/warm_up::test_what_an_idea_keeps_is_seen", 'f"line {next(LINES)}"', '""'),
+        ("a log that may be read is state", "runtime/warm_up::test_what_is_no_state_of_an_ideas_is_not_told",
+         'if log or not (file', 'if not (file'),
         ("what a generator loops over is not looked at", "runtime/warm_up::test_what_an_idea_keeps_is_seen",
          "isinstance(y, Iterator)]", "False]"),
         ("a special method's defaults are not looked at", "runtime/warm_up::test_what_an_idea_keeps_is_seen",
@@ -642,6 +644,10 @@ CHANGES = {  # by file: what, tests, old, new
          "    return attribute in SET_IN_EACH_STEP and", "    return False and"),
     ),
     "launch/sources.py": (
+        ("a resumption by other variables says nothing", "runtime/checkpoints::test_a_note_on_a_resumption_says_which_sources_have_changed",
+         "if was.get(x) != now.get(x)]", "if False]"),
+        ("a resumption is compared with a run's first variables", "runtime/checkpoints::test_a_note_on_a_resumption_says_which_sources_have_changed",
+         'if kind.startswith("resumed at step "):', "if False:"),
         ("a run goes on in another folder", "runtime/sources::test_a_run_with_relative_paths_stays_in_its_folder",
          'elif event == "os.chdir" and', "elif None and"),
         ("a worker may not change its folder", "runtime/sources::test_a_run_with_relative_paths_stays_in_its_folder",
@@ -1075,6 +1081,8 @@ CHANGES = {  # by file: what, tests, old, new
          "    if late:\n", "    if None:\n"),
     ),
     "records/runlog.py": (
+        ("a variable that a resumption forgot is none's", "records/kinds::test_a_variable_that_a_resumption_forgot_is_another_kind",
+         '{"variables", "read by its sources"} & every', '{"variables"} & every'),
         ("CPUs of one name and other instructions are one machine", "records/verdict::test_a_cpu_of_other_instructions_is_another_machine",
          '    ("CPU instructions", r"(?m)^products: [^\\n]{1,200}, on (\\S+)$"),  # of CPUs of one name\n', ""),
         ("minutes are milliseconds", "records/runlog::test_a_time_in_other_units_is_none",

@@ -388,9 +388,25 @@ def source_changes(then: dict[str, str], now: dict[str, str]) -> tuple[str, list
 
 
 def resumption_note(path: Path, saved: dict[str, Any], sources: dict[str, str], environment: list[str]) -> str:
-    """For the log's header: where the run went on, on what machine, and by what changes to the sources."""
+    """For the log's header: where the run went on, on what machine, and by what changes to the sources and what they read."""
     source, diff = source_changes(saved["sources"], sources)
-    return "\n".join([f"resumed at step {saved['step']} from {' '.join(f'{path}'.split())}, {source}", *environment, *diff])
+    header = saved.get("log", {}).get("header", "")  # sources, rule, environments, rule
+    was = variables_of(header.rstrip("=").rpartition("=" * 100)[2].splitlines()) if header else variables_of(environment)
+    now = variables_of(environment)
+    other = [f"{x}: {was.get(x, 'none')} before, {now.get(x, 'none')} now" for x in was | now if was.get(x) != now.get(x)]
+    first = "; ".join([f"resumed at step {saved['step']} from {' '.join(f'{path}'.split())}, {source}", *other])
+    return "\n".join([first, *environment, *diff])
+
+
+def variables_of(environment: list[str]) -> dict[str, str]:
+    """What machine_facts has told of variables, by kind, in the last of a log's environments."""
+    found: dict[str, str] = {}
+    for kind, _, text in (line.partition(": ") for line in environment):
+        if kind.startswith("resumed at step "):
+            found = {}
+        elif kind in ("variables", "read by its sources"):
+            found[kind] = text
+    return found
 
 
 def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -> None:

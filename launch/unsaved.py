@@ -69,8 +69,8 @@ def told_apart(x: Any) -> str:
         return f"{x.shape} {'' if on_disk(x) else checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes())}"
     if isinstance(x, io.BytesIO):
         return f"{x.tell()} {told_apart(numpy.frombuffer(x.getbuffer(), numpy.uint8)) if x.getbuffer().nbytes else ''}"
-    if isinstance(x, io.IOBase):  # one that is read from on; a log is none
-        return place_in(x) if x.readable() else ""
+    if isinstance(x, io.IOBase):
+        return place_in(x)
     if isinstance(x, torch.Generator):
         return checksum(x.get_state().numpy())
     if isinstance(x, numpy.random.Generator | numpy.random.BitGenerator):
@@ -100,7 +100,8 @@ def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
     if isinstance(x, Iterator) and not isinstance(x, io.IOBase) and not isinstance(type(x).__next__, FunctionType):
         return [(f" part {i}", y) for i, y in enumerate(place_of(x))]  # made in C: no attribute tells where it is
     attributes = {**(vars(x) if hasattr(x, "__dict__") else {})}
-    attributes |= {name: getattr(x, name) for name in slots_of(type(x)) if hasattr(x, name)}
+    slots = () if isinstance(x, io.IOBase) else slots_of(type(x))  # a file's is its buffer, of another mode
+    attributes |= {name: getattr(x, name) for name in slots if hasattr(x, name)}
     sums = "wide_grads" if "grad_divisor" in attributes else None  # of an optimizer: pending gradients are a checkpoint's
     special = {name for name, y in attributes.items() if isinstance(x, type) and isinstance(y, FunctionType)}  # as __call__
     parts = [(f".{name}", y) for name, y in attributes.items() if (named(name) or name in special) and name != sums]
@@ -124,9 +125,13 @@ def on_disk(x: Any) -> bool:
 
 
 def place_in(file: io.IOBase) -> str:
+    """Where one is that is read on, on a disk or in memory; a log is none, which may be read too."""
+    log = file.writable() and not getattr(file, "mode", "r").startswith("r")
+    if log or not (file.readable() and file.seekable()):
+        return ""
     try:
         return f"{file.tell()}"
-    except OSError:  # a text whose lines are iterated over, or a pipe
+    except OSError:  # a text whose lines are iterated over
         return f"line {next(LINES)}"
 
 

@@ -7,6 +7,7 @@ Reading never raises for what a log holds: what is missing or malformed is said 
 """
 
 import ast
+import itertools
 import re
 import sys
 import warnings
@@ -128,8 +129,8 @@ class RunLog:
                 found["GPUs"] = ", ".join(f"{count} × {name}" for name, count in sorted(names.items()))
             parts.append(found)
         every = dict.fromkeys(name for found in parts for name in found)
-        for found in parts if "variables" in every else ():
-            found.setdefault("variables", "none")
+        for name, found in itertools.product({"variables", "read by its sources"} & every.keys(), parts):
+            found.setdefault(name, "none")  # as where a resumption forgot it
         return {name: " then ".join(dict.fromkeys(found[name] for found in parts if name in found)) for name in every}
 
     @cached_property

@@ -273,3 +273,15 @@ def test_a_resumption_is_a_part_of_its_own():
     log = parse_log(make_log(environment=f"{ENVIRONMENT}\n{CHANGED}\n{CHANGED}"))
     assert resumed_at(log) == [4, 4] and made_with(log)["resumption with changed source"].count("+x = 2") == 2
     assert made_with(log)["PyTorch"] == "2.13.0+cu130"
+
+
+def test_a_variable_that_a_resumption_forgot_is_another_kind():
+    """Its run shared a mean with those that had it all the time."""
+    told = ENVIRONMENT.replace("attention", "read by its sources: LR='2'\nattention")
+    told_again = RESUMED.format("the same", "").replace("SCRIPT", "read by its sources: LR='2'\nSCRIPT")
+    for environment, said in (
+        (f"{told}\n{RESUMED.format('the same', '')}", "LR='2' then none"),
+        (f"{ENVIRONMENT}\n{told_again}", "none then LR='2'"),
+        (f"{told}\n{told_again}", "LR='2'"),
+    ):
+        assert made_with(parse_log(make_log(environment=environment)))["read by its sources"] == said

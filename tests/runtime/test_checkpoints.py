@@ -408,6 +408,16 @@ def test_a_note_on_a_resumption_says_which_sources_have_changed():
     assert resumption_note(Path("p"), saved, renamed, []) == "resumed at step 3 from p, with the same source"
     there = resumption_note(Path("a\nb/p"), saved, renamed, [])  # on one line, by which tools find it
     assert there == "resumed at step 3 from a b/p, with the same source"
+    rule, note = "=" * 100, "resumed at step 2 from p, with the same source"
+    for before, now, said in (
+        (["read by its sources: LR='3'"], [], "; read by its sources: LR='3' before, none now"),
+        ([], ["variables: X='1'"], "; variables: none before, X='1' now"),
+        (["variables: X='1'", note], ["variables: X='1'"], "; variables: none before, X='1' now"),
+        ([note, "read by its sources: LR='3'"], ["read by its sources: LR='3'"], ""),
+    ):
+        header = "\n".join(["x", rule, "Python", *before, rule])
+        there = resumption_note(Path("p"), {**saved, "log": {"header": header}}, renamed, now).splitlines()[0]
+        assert there == f"resumed at step 3 from p, with the same source{said}"
 
 
 def test_another_runs_log_is_not_written_over(unbroken, shards, tmp_path, capsys):

@@ -433,14 +433,20 @@ def make_at_its_first_use(held):
     held.kernel, held.kind, held.cache = counted, Part, {}
 
 
-NO_STATE = {"a logger": use_a_logger, "made at its first use": make_at_its_first_use, "beside a large table": lambda held: held.tables.append([])}
+def write_logs(held):
+    for log in held.logs:
+        print("a line", file=log, flush=True)
+
+
+NO_STATE = {"a logger": use_a_logger, "logs": write_logs, "made at its first use": make_at_its_first_use, "beside a large table": lambda held: held.tables.append([])}
 
 
 @pytest.mark.parametrize("case", NO_STATE)
-def test_what_is_no_state_of_an_ideas_is_not_told(monkeypatch, case):
+def test_what_is_no_state_of_an_ideas_is_not_told(monkeypatch, tmp_path, case):
     """Each was a caution of a sound run; the table's, as what was looked at ended elsewhere."""
     monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {})
     held = SimpleNamespace(log=logging.getLogger("an idea's"), kernel=None, kind=None, cache=None, tables=[])
+    held.logs = [open(tmp_path / f"{i}.txt", mode) for i, mode in enumerate(("w", "a", "w+", "a+"))]
     if "table" in case:
         monkeypatch.setattr(launch.unsaved, "MOST", 1000)
         held.tables.append([*range(2000)])
@@ -465,10 +471,10 @@ class Scaler:
 
 
 def file_of_lines():
-    file = tempfile.TemporaryFile("w+")
-    file.write("1.0\n" * 400)
-    file.seek(0)
-    return file
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write("1.0\n" * 400)
+        file.flush()
+        return open(file.name, "r+")
 
 
 def read_only(number):
