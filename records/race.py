@@ -31,7 +31,7 @@ import compare
 import tool
 from changes import other_tokens, source_pairs
 from kinds import differing, kind, same_source
-from launch.console import console, end_with_parent, user_path
+from launch.console import console, end_with_parent, reason, user_path
 from launch.sources import Sources, imported_names, stem
 from runlog import RunLog, made_with, read_log
 from t_tests import MOST_RUNS
@@ -318,6 +318,8 @@ def main(argv: list[str] | None = None) -> None:
                 race(scripts, chosen.count, folder, options)
     except BrokenPipeError:  # for tool.run
         raise
+    except (FileExistsError, NotADirectoryError) as error:
+        raise SystemExit(f"race.py: error: {reason(error)}: give another --logs") from None
     except (RaceError, OSError) as error:
         raise SystemExit(f"race.py: error: {error}") from None
     several = min(len([*x.glob("seed*.txt")]) for x in folders) > 1  # perhaps of an earlier race of more runs

@@ -274,6 +274,12 @@ def test_runs_of_one_script_and_other_sources_are_told_by_file(track, tmp_path):
         track()
 
 
+def test_a_file_in_the_folders_place_is_named(track, tmp_path):
+    (tmp_path / "logs").touch()
+    with pytest.raises(SystemExit, match="^race.py: error: .*/logs is no folder, or a link to one that is not there: give another --logs$"):
+        track()
+
+
 def test_two_races_in_one_folder_are_one_too_many(track, tmp_path):
     """Both wrote race.json; the second ended in the loss of its temporary file."""
     (tmp_path / "logs").mkdir()
