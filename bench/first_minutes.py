@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from launch.environment import go_on
 
 if __name__ == "__main__":
-    go_on("requirements.txt", "numpy")
+    go_on("requirements.txt", "torch", "numpy")
 
 from data.shards import number_between
 from launch.console import Parser, ended_by_signals, ended_with_block, run_to_end, until_reader_leaves
