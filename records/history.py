@@ -330,8 +330,12 @@ def update(options: argparse.Namespace, root: Path) -> None:
     stale = {path: text for path, text in pages(root).items() if not path.exists() or read(path) != text}
     if options.check and stale:
         raise InputError(f"out of date: {', '.join(map(str, stale))}; run: python records/history.py")
-    for path, text in stale.items():
-        tool.write(path, text)
+    try:
+        for path, text in stale.items():
+            tool.write(path, text)
+    except OSError as error:
+        there = f"the record {options.add} is made; " if options.add else ""
+        raise InputError(f"{error}: {there}mend it, then python records/history.py writes the pages") from None
     for path in (*written, *stale):
         print(f"wrote {path}")
 

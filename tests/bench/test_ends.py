@@ -25,7 +25,7 @@ sys.executable, sys.argv = {child!r}, sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SMALL = "--num_scheduled_iterations=6 --num_extension_iterations=2 --val_tokens=1024 --val_batch_tokens=1024"
-TOOLS = [f"grad_dtype.py {SMALL} --data={{shards}}", "order.py validate", "codegen.py", "gpu.py --dry-run", "first_minutes.py"]
+TOOLS = [f"grad_dtype.py {SMALL} --data={{shards}}", "order.py validate", "codegen.py", "gpu.py --dry-run", "first_minutes.py", "resumes.py"]
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def start(tmp_path):
 
     def begin(tool: str, hangup: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
         (tmp_path / "tmp").mkdir()
-        for name in ("python", "git"):
+        for name in ("python", "python3", "git"):
             (tmp_path / name).write_text(CHILD.format(here=shlex.quote(f"{tmp_path}")))
             (tmp_path / name).chmod(0o755)
         script, *arguments = tool.split()

@@ -273,7 +273,8 @@ def test_threads_are_told_to_wait_asleep_before_pytorch_loads(program):
 
 TOOLS = ["sample.py", *(f"data/{name}.py" for name in ("local_text", "cached_fineweb10B", "fineweb"))]
 TOOLS += [f"bench/{name}.py" for name in (
-    "codegen", "communication", "cpu_step", "first_minutes", "gpu", "grad_dtype", "kernels", "mutants", "optimizer", "order", "verdicts")]  # fmt: skip
+    "codegen", "communication", "cpu_step", "first_minutes", "gpu", "grad_dtype", "kernels", "mutants", "optimizer", "order", "resumes",
+    "verdicts")]  # fmt: skip
 TOOLS += [f"records/{name}.py" for name in ("compare", "history", "plan", "race")]
 
 

@@ -57,6 +57,19 @@ def test_history_is_made_from_the_records(tmp_path, capsys):
         history.main([], tmp_path)
 
 
+def test_a_record_whose_pages_the_disk_does_not_take_says_what_to_do(tmp_path, root, monkeypatch):
+    """The same command then said that it exists, and to name another."""
+    write, full = history.tool.write, OSError(28, "No space left on device", "README.md")
+    monkeypatch.setattr(history.tool, "write", lambda path, text: (_ for _ in ()).throw(full) if path.name == "README.md" else write(path, text))
+    runs = write_runs(tmp_path / "runs", [80_000, 81_000], [3.27, 3.28])
+    said = "No space left on device: 'README.md': the record 9_Z is made; mend it, then python records/history.py writes the pages"
+    with pytest.raises(SystemExit, match=said):
+        history.main(["--add", "9_Z", runs, "--description", "x", "--contributors", "Ann", "--track", "test"], root)
+    monkeypatch.undo()
+    history.main([], root)
+    assert "[1](9_Z/README.md)" in (root / "README.md").read_text()
+
+
 def test_runs_that_alternated_are_compared_in_pairs_by_the_record_too(tmp_path, capsys):
     """Their machine drifts by 2 s a run: in pairs B is faster at p < 0.01, by means nothing is shown."""
     root, more = tmp_path / "records", ["--contributors", "Ann", "--date", "2026-01-01"]
