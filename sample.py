@@ -41,7 +41,7 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
 
 try:
     # Before PyTorch, whose threads launch tells how to wait.
-    from launch.console import Parser, console, not_empty, printable, until_reader_leaves, user_path
+    from launch.console import Parser, console, option_text, printable, until_reader_leaves, user_path
 
     from data.encodings import decode, encode
     from data.loader import first_documents
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print prompt and text, control characters as escapes. Raises SystemExit, code 1 or 2, after a message on stderr."""
     parser = Parser(description="Text from a checkpoint.")
     known = "a file, or 'latest'"
-    parser.add_argument("checkpoint", type=not_empty(known), help=f"{known}: the newest of all runs in --log_dir")
+    parser.add_argument("checkpoint", type=option_text(known), help=f"{known}: the newest of all runs in --log_dir")
     parser.add_argument("prompt", help="how the document begins; may be empty")
     parser.add_argument("--tokens", type=int, default=200, help="to write (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="above 0: near it the likeliest, 1 as trained (0.8)")

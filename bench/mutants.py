@@ -448,6 +448,8 @@ CHANGES = {  # by file: what, tests, old, new
          "faults/environment::test_threads_are_told_to_wait_asleep_before_pytorch_loads", 'os.environ.pop("OMP_DYNAMIC", None)', "pass"),
     ),
     "launch/console.py": (
+        ("by hand a ~ is a folder of that name", "faults/start::test_a_home_folder_in_an_option_is_meant_as_such",
+         "return os.path.expanduser(given) if path else given", "return given"),
         ("true is false", "runtime/options", 'return text.lower() in ("true", "1")', 'return text.lower() in ("true",)'),
         ("a slow reader of a non-blocking pipe gets a part", "faults/tools::test_a_slow_reader_of_a_pipe_that_waits_for_nobody_gets_all",
          "os.set_blocking(number, True)", "pass"),
@@ -476,7 +478,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a tool is ended by what nohup ignores", "bench/ends::test_what_nohup_ignores_ends_no_tool",
          " if signal.getsignal(x) != signal.SIG_IGN]", "]"),
         ("an empty text is a value", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
-         "        if not given:\n", "        if None:\n"),
+         '        if not given and "empty:" not in meaning:\n', "        if None:\n"),
         ("what an encoding lacks closes the console", "faults/running::test_what_a_console_cannot_show_is_replaced",
          'if escapes else "replace")', 'if escapes else "strict")'),
         ("what a console lacks is not told",

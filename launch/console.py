@@ -79,13 +79,14 @@ class OptionParser(Parser):
         return found
 
 
-def not_empty(meaning: str) -> Callable[[str], str]:
-    """An argparse type: a text; --resume=$FILE without a FILE would begin anew."""
+def option_text(meaning: str, path: bool = False) -> Callable[[str], str]:
+    """An argparse type: a text, empty only if its meaning says what "empty:" is, as --resume=$FILE without a FILE would begin anew;
+    of a path from the home folder, as no shell expands the ~ of --name=~/folder."""
 
     def text(given: str) -> str:
-        if not given:
+        if not given and "empty:" not in meaning:
             raise argparse.ArgumentTypeError(f"is empty: leave the option out, or give a value ({meaning})")
-        return given
+        return os.path.expanduser(given) if path else given
 
     return text
 

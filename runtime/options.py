@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, get_type_hints
 
-from launch.console import OptionParser, RunError, boolean, not_empty, raise_first
+from launch.console import OptionParser, RunError, boolean, option_text, raise_first
 
 # Settings that say what is written, and where: they do not make another run.
 OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "trace_steps"})
@@ -17,7 +17,7 @@ MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one exper
 
 def setting(default: Any, meaning: str, least: float = 1, choices: tuple[Any, ...] = (), path: bool = False) -> Any:
     """A field of a settings dataclass. least: of a number; a float is above 0, unless that is 0 or less; choices: all its
-    values; path: a text that is a path, which launch/start.py makes the project's where none is given."""
+    values; path: a text that is a path: a ~ is the home folder, and launch/start.py makes it the project's where none is given."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "choices": choices, "path": path})
 
 
@@ -51,7 +51,7 @@ def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: l
         others = "".join(f"; {name}: {changes[field.name]}" for name, changes in presets.items() if field.name in changes)
         meaning = f"{field.metadata.get('meaning', '')} ({field.default!r}{others})".replace("%", "%%")
         kind = get_type_hints(settings)[field.name]
-        taken = {bool: boolean, str: str if "empty:" in meaning else not_empty(field.metadata.get("meaning", ""))}
+        taken = {bool: boolean, str: option_text(field.metadata.get("meaning", ""), bool(field.metadata.get("path")))}
         how = dict(type=taken.get(kind, kind if callable(kind) else str), metavar=getattr(kind, "__name__", f"{kind}").upper())
         parser.add_argument(f"--{field.name}", **how, default=argparse.SUPPRESS, help=meaning)
     given = vars(parser.parse_args(argv))

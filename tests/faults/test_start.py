@@ -32,6 +32,7 @@ from launch import environment
 from launch import start as launcher
 from launch.start import Ranks
 from runtime import checkpoints
+from runtime.options import parse_options
 
 TINY = "--preset=demo --batch_unit=32 --num_scheduled_iterations=6 --val_tokens=512 --val_batch_tokens=256".split()
 PYTHON = sys.executable
@@ -337,7 +338,9 @@ def test_a_home_folder_in_an_option_is_meant_as_such(start, shards, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").symlink_to(shards)
     code, _, (_, command) = start(*options(shards, tmp_path), "--log_dir=~/runs", "--data=~/mine")
-    assert code == 0 and {*command[-2:]} == {f"--log_dir={tmp_path}/runs", f"--data={tmp_path}/mine"}
+    assert code == 0 and {*command[-2:]} == {"--log_dir=~/runs", "--data=~/mine"}  # which each rank takes so, too
+    s = parse_options(train_gpt.Hyperparameters, train_gpt.PRESETS, "demo", command[3:])
+    assert (s.log_dir, s.data) == (f"{tmp_path}/runs", f"{tmp_path}/mine")
     code, lines, _ = start(*options(shards, tmp_path), "--resume=~/no.pt")
     assert code == 1 and f"{tmp_path}/no.pt: cannot be read: No such file" in lines[-1]
     assert not (tmp_path / "~").exists()
