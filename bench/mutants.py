@@ -286,8 +286,9 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "bench/resumes.py": (
         ("the bits are not compared", "bench/resumes", "if whole.get(name) != found.get(name)]", "if name not in found]"),
-        ("the whole run is compared with itself", "bench/resumes", 'state_of(folder / f"from {step}", steps)', 'state_of(folder / "whole", steps)'),
-        ("the first checkpoint is gone", "bench/resumes", "keep_checkpoints=steps)", "keep_checkpoints=4)"),
+        ("the whole run is compared with itself", "bench/resumes", "found, found_losses = state_of(folder / before, steps)",
+         'found, found_losses = state_of(folder / "whole", steps)'),
+        ("both resumptions are after one step", "bench/resumes", "for step in (middle, middle + 1):", "for step in (middle, middle):"),
     ),
     "bench/settings.py": (
         ("torchrun leaves a folder of its own", "bench/ranks_bench::test_torchrun_leaves_its_folder_where_it_is_told",

@@ -35,7 +35,7 @@ def one_text(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 
 def test_the_recipe_resumes_to_the_same_bits(tell):
     code, lines = tell(SCRIPT)
-    said = r": 8 steps, resumed after 3 and 6: the same bits, \d\d entries and 3 validation losses"
+    said = r": 8 steps, resumed after 4 and 5: the same bits, \d\d entries and 3 validation losses"
     assert code == 0 and len(lines) == 1 and re.fullmatch(re.escape(f"{SCRIPT}") + said, lines[0])
 
 
@@ -46,8 +46,19 @@ def test_an_idea_that_counts_its_passes_does_not(tell, tmp_path):
     code, (caution, *differ, last) = tell(idea, "--steps=5")
     assert code == 1 and "caution: passes or updates change idea.CALLS[" in caution
     said = r"resumed after step {}: \d\d of \d\d entries of the state differ at the end; same\.\S+( 5/5 val_loss:\S+ → 5/5 val_loss:\S+)?"
-    assert len(differ) == 2 and all(re.fullmatch(said.format(step), line) for step, line in zip((1, 2), differ)), differ
+    assert len(differ) == 2 and all(re.fullmatch(said.format(step), line) for step, line in zip((2, 3), differ)), differ
     assert last == f"{idea} keeps what no checkpoint holds, or is another run each time: docs/reliability.md, Checkpoints"
+
+
+def test_an_idea_that_does_something_at_every_third_update_does_not(tell, tmp_path):
+    """Resumed after 3 and 6 it had the same bits: twice where it had begun."""
+    source, sets = SCRIPT.read_text(), "        self.optimizer.lr_mul, self.optimizer.momentum = "
+    assert source.count(sets) == 1
+    line = next(line for line in source.splitlines() if line.startswith(sets))
+    thirds = "\n        self.calls = getattr(self, 'calls', 0) + 1\n        self.optimizer.lr_mul *= 0.5 if self.calls % 3 == 0 else 1"
+    (idea := tmp_path / "third.py").write_text(source.replace(line, line + thirds))
+    code, (_, *differ, _) = tell(idea, "--steps=6")
+    assert code == 1 and [line.partition(":")[0] for line in differ] == ["resumed after step 4"]
 
 
 def test_a_run_that_fails_is_told_with_what_it_said(tell, tmp_path, capfd):
