@@ -65,10 +65,9 @@ def find_logs(argument: str) -> list[Path]:
         return found
     if path.exists():
         return [path]
-    found = sorted(Path(name) for name in glob.glob(argument, recursive=True))
-    if not found:  # the folder's own name may have brackets
-        there = next(parent for parent in path.parents if parent.exists())
-        found = sorted(map(Path, glob.glob(f"{glob.escape(f'{there}')}/{path.relative_to(there)}", recursive=True)))
+    there = next(parent for parent in path.parents if parent.exists())  # its own name may have brackets
+    beyond = glob.glob(f"{glob.escape(f'{there}')}/{path.relative_to(there)}", recursive=True)
+    found = sorted(map(Path, beyond or glob.glob(argument, recursive=True)))
     if not found:
         raise InputError(f"{argument}: no such log or folder, and nothing matches it as a glob")
     return [log for match in found for log in (find_logs(str(match)) if match.is_dir() else [match])]

@@ -739,6 +739,20 @@ def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path, name, v
     assert done.returncode == 0 and done.stdout.endswith(f"\n2 {value}\n"), done.stderr
 
 
+@pytest.mark.parametrize("by_path", [True, False])
+def test_a_numpy_that_cannot_be_imported_is_named(tmp_path, by_path):
+    """Of another Python, as a cluster's modules put it on the path, or half installed: the message had no reason."""
+    (folder := tmp_path / "other" / "numpy").mkdir(parents=True)
+    cause = 'ModuleNotFoundError("No module named \'numpy._core._umath\'")'
+    (folder / "__init__.py").write_text(f'raise ImportError("\\n\\nIMPORTANT: PLEASE READ THIS\\n") from {cause}')
+    code = f"import sys; sys.path.insert(0, {f'{folder.parent}'!r}); from launch import start; start.load(start.Path('x.py'))"
+    environ = {**os.environ, "PYTHONPATH": f"{folder.parent}" if by_path else ""}
+    done = subprocess.run([PYTHON, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    why = "No module named 'numpy._core._umath': "
+    named = f"numpy cannot be imported: {why}it is that of {folder.parent}, which PYTHONPATH names, for another Python, say: unset it"
+    assert (named if by_path else f"numpy: {why}{PYTHON} lacks a package, or has half of one: install it again") in done.stderr
+
+
 @pytest.mark.parametrize("name, said", [("TORCH_LOGS", "Invalid log settings: x"), ("TORCH_DISTRIBUTED_DEBUG", "The value of ")])
 def test_a_variable_that_pytorch_does_not_import_with_is_named(tmp_path, name, said):
     commands = {SCRIPT.name: [f"{ROOT}/launch/start.py", f"{SCRIPT}"], "sample.py": [f"{ROOT}/sample.py", "latest", "x"]}

@@ -217,6 +217,9 @@ def test_a_glob_below_a_folder_whose_name_has_brackets(tmp_path, monkeypatch):
     assert groups.find_logs("./bankrun [1]/**/*2.txt") == [Path("bankrun [1]/logs/seed2.txt")]
     with pytest.raises(groups.InputError, match="nothing matches it as a glob"):
         groups.find_logs(f"{folder}/[9].txt")
+    (other := tmp_path / "bankrun 1" / "logs").mkdir(parents=True)
+    (other / "seed0.txt").touch()
+    assert groups.find_logs(f"{folder}/*0.txt") == logs[:1]
 
 
 def test_pairs(two_groups, capsys):
