@@ -404,11 +404,11 @@ def check_tables() -> None:
     ends = [0.0, *(stage.until for stage in STAGES)]
     longs = [long for long, _ in itertools.groupby(stage.long for stage in (*STAGES, EXTENSION))]
     rows = [*enumerate((*STAGES, EXTENSION, FINAL_VALIDATION), 1)]
-    odd = [i for i, s in rows if not all(x and f"{x}".isdecimal() for x in (s.batch, s.short, s.long)) or not s.lr > 0]
+    odd = [i for i, s in rows if not all(x and f"{x}".isdecimal() for x in (s.batch, s.short, s.long)) or not 0 < s.lr < math.inf]
     even = lambda a, b: type(a) is type(b) is tuple and len(a) == len(b) and min(sum(a), sum(b)) > 0
     uneven = [i for i, row in rows if not even(row.mtp_first, row.mtp_last)]
     raise_first(
-        (odd, f"STAGES (then EXTENSION), stage {odd[:1]}: batch and windows must be whole numbers from 1 on, lr above 0"),
+        (odd, f"STAGES (then EXTENSION), stage {odd[:1]}: batch and windows must be whole numbers from 1 on, lr a number above 0"),
         (ends != sorted(set(ends)) or ends[-1] != 1, f"STAGES: until must rise and end at 1, is {ends[1:]}"),
         ("backout" not in [layer.keep for layer in LAYERS], "LAYERS: none keeps 'backout', which is subtracted at the end"),
         (len(longs) > len({*longs}), f"STAGES, EXTENSION: a long window cannot come back (YaRN), is {longs}"),

@@ -341,7 +341,9 @@ def _quantize_fp8_cuda(x: Tensor, scale: float, dtype: torch.dtype, both: bool =
     q, fused = torch.empty(x.shape, device=x.device, dtype=dtype), both and x.element_size() == 2
     q_t = torch.empty(x.shape[::-1], device=x.device, dtype=dtype) if fused else None
     launch_quantize(x, scale, torch.finfo(dtype).max, q, q_t)
-    return (q, q_t if fused else q.mT.contiguous()) if both else q
+    if both:
+        return q, q_t if fused else q.mT.contiguous()
+    return q
 
 
 quantize_fp8_both.kernel("cuda")(functools.partial(_quantize_fp8_cuda, both=True))

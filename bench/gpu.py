@@ -385,6 +385,7 @@ def profile(bench: Bench) -> tuple[str, dict]:
     from torch.profiler import ProfilerActivity
 
     import train_gpt as tg
+    from bench.settings import unequal
     from runtime.ranks import Ranks
 
     h = bench.settings()
@@ -396,7 +397,7 @@ def profile(bench: Bench) -> tuple[str, dict]:
     saved, started = manager.state_dict(), time.perf_counter()
     tg.warm_up(manager, ranks)
     warm_up_seconds = time.perf_counter() - started
-    changed = [path for path, same in _compare(saved, manager.state_dict()) if not same]
+    changed = unequal(saved, manager.state_dict())
     rows, tops, data = [], [], {"warm_up": warm_up_seconds, "changed": changed, "steps": []}
     for stage, steps in stages_of(h).items():
         if stage == "extension":  # stage 3 with wider windows
@@ -451,20 +452,6 @@ def _synchronize(device) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _compare(a, b, path: str = "") -> list[tuple[str, bool]]:
-    """(path, same to the bit) of each leaf of two nests of dicts."""
-    import torch
-
-    if isinstance(a, dict):
-        if a.keys() != b.keys():
-            return [(path, False)]
-        return [leaf for key in a for leaf in _compare(a[key], b[key], f"{path}/{key}")]
-    if isinstance(a, torch.Tensor):
-        a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))  # bits, so that NaN equals NaN
-        return [(path, torch.equal(a, b))]
-    return [(path, a == b)]
 
 
 def _kernel_times(prof, dry: bool) -> tuple[dict[str, float], float]:

@@ -285,9 +285,9 @@ CHANGES = {  # by file: what, tests, old, new
          "self.own.copy_(self.received.view(-1, len(self.own))[0])"),
     ),
     "bench/resumes.py": (
-        ("the bits are not compared", "bench/resumes", "if whole.get(name) != found.get(name)]", "if name not in found]"),
-        ("the whole run is compared with itself", "bench/resumes", "found, found_losses = state_of(folder / before, steps)",
-         'found, found_losses = state_of(folder / "whole", steps)'),
+        ("the bits are not compared", "bench/resumes", "differ, others = unequal(whole, found), [", "differ, others = [], ["),
+        ("the whole run is compared with itself", "bench/resumes", "found, found_losses = end_of(folder, steps)",
+         'found, found_losses = end_of(scratch / "whole", steps)'),
         ("both resumptions are after one step", "bench/resumes", "for step in (middle, middle + 1):", "for step in (middle, middle):"),
     ),
     "bench/settings.py": (
@@ -552,7 +552,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a variable that is read by another name is not told", "runtime/machine::test_variables_that_the_sources_read_are_told",
          "for name in IN_QUOTES.findall(text)}", "for name in ()}"),
         ("what an idea reads of the environment is not told", "runtime/machine::test_variables_that_the_sources_read_are_told",
-         '("read by its sources", own)', '("read by its sources", {})'),
+         "zip(OF_VARIABLES, (given, own))", "zip(OF_VARIABLES, (given, {}))"),
         ("variables with paths are logged", "runtime/machine", ' if "/" not in value)', ")"),
         ("what the forward pass changes is forgotten", "runtime/warm_up::test_a_buffer_that_the_forward_pass_changes_is_refused",
          "if now[x] != first.get(x)):", "if x not in now):"),
@@ -728,7 +728,7 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "launch/start.py": (
         ("ranks get what the launcher's import has left", "faults/start::test_a_rank_gets_the_variables_that_the_user_has_given",
-         "environ = untouched(given_to_all)", "environ = {**os.environ}"),
+         "untouched(variables, os.environ)", "{**os.environ}"),
         ("OpenMP waits as it likes", "faults/start::test_a_rank_gets_the_variables_that_the_user_has_given",
          'name.startswith("OMP_")} | openmp', 'name.startswith("OMP_")}'),
         ("an empty argument is an option", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",

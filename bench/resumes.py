@@ -5,9 +5,8 @@
     python bench/resumes.py ideas/idea.py -- --model_dim=128  # options of the runs
 
 Compared are the state in the last checkpoint, to the bit, and the validation losses. Of two steps in a row one is odd, and what
-comes round every third, say, is where it began after one of them at most. Exit code 1 if they differ, as where a
-script keeps state that no checkpoint holds, or if a run fails. On a GPU nothing could be told: there no run repeats itself to
-the bit (docs/reliability.md).
+comes round every third, say, is where it began after one of them at most. Exit code 1 if they differ, as where a script keeps
+state that no checkpoint holds, or if a run fails. On a GPU nothing could be told: there no run repeats itself to the bit.
 """
 
 import os
@@ -50,11 +49,10 @@ def train(script: str, options: list[str], **own: object) -> list[str]:
     return [line for line in lines if "caution: " in line]
 
 
-def state_of(folder: Path, steps: int) -> tuple[dict, list[str]]:
-    """What tells apart each entry of the state in the run's last checkpoint, and its validation losses. Raises Failed."""
-    from launch.machine import checksums
-    from launch.nests import leaves
+def end_of(folder: Path, steps: int) -> tuple[dict, list[str]]:
+    """The state in the last checkpoint of the run whose log this folder holds, and its validation losses. Raises Failed."""
     from runtime.checkpoints import read_checkpoint
+    from runtime.log import RULE
 
     logs = [*folder.glob("*.txt")]
     if len(logs) != 1:
@@ -62,35 +60,33 @@ def state_of(folder: Path, steps: int) -> tuple[dict, list[str]]:
     log, path = logs[0], logs[0].with_suffix("") / f"step_{steps:06}.pt"
     if not path.exists():
         raise Failed(f"the run has not written {path.name}: does the script save?")
-    found = dict(leaves(read_checkpoint(path)["state"]))
-    told = {name: f"{x!r}" for name, x in found.items() if not hasattr(x, "dtype")}
-    tensors = {name: x for name, x in found.items() if name not in told}
-    told |= {name: f"{x.dtype} {tuple(x.shape)} {checksums('', {'': x})}" for name, x in tensors.items()}
-    last_run = log.read_text(encoding="utf-8").rpartition("=" * 100)[2]
-    return told, re.findall(r"^step:(\d+/\d+ val_loss:\S+)", last_run, re.MULTILINE)
+    lines = log.read_text(encoding="utf-8").rpartition(RULE)[2]
+    return read_checkpoint(path)["state"], re.findall(r"^step:(\d+/\d+ val_loss:\S+)", lines, re.MULTILINE)
 
 
-def resumed(script: str, steps: int, options: list[str], folder: Path) -> bool:
+def resumes(script: str, steps: int, options: list[str], scratch: Path) -> bool:
     """Make the runs and say what comes of them. Raises Failed."""
-    middle, before = steps // 2, "whole"
+    from bench.settings import unequal
+    from launch.nests import leaves
+
+    middle, folder, same = steps // 2, scratch / "whole", True
     own = dict(num_scheduled_iterations=steps - EXTENSION, num_extension_iterations=EXTENSION, keep_checkpoints=4)
-    for line in train(script, options, **own, save_every=middle, log_dir=folder / before, run_id="run"):
+    for line in train(script, options, **own, save_every=middle, log_dir=folder, run_id="run"):
         console(line)
-    whole, losses = state_of(folder / "whole", steps)
-    same = True
+    whole, losses = end_of(folder, steps)
+    entries = len(dict(leaves(whole)))
     for step in (middle, middle + 1):
-        path, before = folder / before / "run" / f"step_{step:06}.pt", f"from {step}"
-        train(script, options, **own, save_every=step + 1, log_dir=folder / before, resume=path)
-        found, found_losses = state_of(folder / before, steps)
-        differ = [name for name in {**whole, **found} if whole.get(name) != found.get(name)]
-        others = [f"{a} → {b}" for a, b in zip(losses, found_losses) if a != b]
+        path, folder = folder / "run" / f"step_{step:06}.pt", scratch / f"from {step}"
+        train(script, options, **own, save_every=step + 1, log_dir=folder, resume=path)
+        found, found_losses = end_of(folder, steps)
+        differ, others = unequal(whole, found), [f"{a} → {b}" for a, b in zip(losses, found_losses) if a != b]
         if differ or losses != found_losses:
             same = False
-            entries = f"{len(differ)} of {len({**whole, **found})} entries of the state differ at the end"
-            console(printable("; ".join([f"resumed after step {step}: {entries}", *differ[:1], *others[-1:]])))
+            counted = f"{len(differ)} of {entries} entries of the state differ at the end"
+            console(printable("; ".join([f"resumed after step {step}: {counted}", *differ[:1], *others[-1:]])))
     if same:
-        console(printable(f"{script}: {steps} steps, resumed after {middle} and {middle + 1}: the same bits, {len(whole)} entries and "
-                          f"{len(losses)} validation losses"))  # fmt: skip
+        how = f"{steps} steps, resumed after {middle} and {middle + 1}"
+        console(printable(f"{script}: {how}: the same bits, {entries} entries and {len(losses)} validation losses"))
     else:
         console(printable(f"{script} keeps what no checkpoint holds, or is another run each time: docs/reliability.md, Checkpoints"))
     return same
@@ -110,12 +106,12 @@ def main(argv: list[str] | None = None) -> int:
     if taken := [name for name in names if name in OWN]:
         parser.error(f"--{taken[0]} is given by this tool: --steps says how many there are")
     options = [*options, *(f"--{name}={value}" for name, value in SMALL.items() if name not in names)]
-    with tempfile.TemporaryDirectory(prefix="bankrun-resumes-") as folder:
-        try:
-            return 0 if resumed(args.script, args.steps, options, Path(folder)) else 1
-        except Failed as error:
-            print(f"resumes.py: error: {error}", file=sys.stderr)
-            return 1
+    try:
+        with tempfile.TemporaryDirectory(prefix="bankrun-resumes-") as folder:
+            return 0 if resumes(args.script, args.steps, options, Path(folder)) else 1
+    except (Failed, OSError) as error:
+        print(f"resumes.py: error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from launch.console import RunError, printable
+from launch.nests import leaves
 from runtime.options import parse_options
 from train_gpt import GPT, LAYERS, PRESETS, Hyperparameters, step_schedule
 
@@ -43,6 +45,20 @@ def torchrun(ranks: int, folder: str | Path) -> list[str]:
     """The command that starts so many ranks of the script whose path follows. folder: for torchrun's logs, to be deleted with it;
     otherwise it makes one in the system's, and leaves it."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--log-dir={folder}"]
+
+
+def unequal(a: Any, b: Any) -> list[str]:
+    """Dotted names of what is not the same in two nests of dicts, lists and tuples, tensors to the bit."""
+    found, other = dict(leaves(a)), dict(leaves(b))
+    lacking = found.keys() ^ other.keys()
+    return [name for name in found | other if name in lacking or not is_same(found[name], other[name])]
+
+
+def is_same(a: Any, b: Any) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return type(a) is type(b) and a == b
+    as_bytes = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))  # bits, so that NaN equals NaN
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
 
 
 def largest_batch(h: Hyperparameters) -> int:

@@ -8,6 +8,7 @@ import os
 import signal
 
 GIVEN = {**os.environ}  # at the start
+OF_VARIABLES = "variables", "read by its sources"  # how the lines of a log that tell of them begin
 
 with contextlib.suppress(ValueError):  # not in the main thread
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # as by a parent: a killed child's code would read 0

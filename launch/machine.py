@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from launch import GIVEN, threads_at_most
+from launch import GIVEN, OF_VARIABLES, threads_at_most
 from launch.console import RunError, encoded
 
 # What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
@@ -75,7 +75,7 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
     own = {name: value for name, value in read if value != OURS.get(name) and is_logged(name, value)} | files
     told = {  # without paths
         kind: ", ".join(f"{name}={value!a}" for name, value in found.items() if "/" not in value)
-        for kind, found in (("variables", given), ("read by its sources", own))
+        for kind, found in zip(OF_VARIABLES, (given, own))
     }
     variables = [f"{kind}: {text}" for kind, text in told.items() if text]
     return [f"Python {sys.version}", versions, f"{platform.platform()}, {world_size} ranks", *devices, *variables]

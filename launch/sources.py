@@ -17,6 +17,9 @@ from types import CodeType
 from typing import Any
 from zipimport import zipimporter
 
+from launch import OF_VARIABLES
+
+RULE = "=" * 100  # a line that ends a part of a log's header
 ROOT = Path(__file__).resolve().parent.parent
 CONTINUED = re.compile(rb"\\(?:\r\n|\r|\n)")
 PLAIN_IMPORT = re.compile(r"(?:^|[:;])[ \t]*import\b((?:[^#;\n\\]|\\\n)+)", re.MULTILINE)
@@ -390,9 +393,8 @@ def source_changes(then: dict[str, str], now: dict[str, str]) -> tuple[str, list
 def resumption_note(path: Path, saved: dict[str, Any], sources: dict[str, str], environment: list[str]) -> str:
     """For the log's header: where the run went on, on what machine, and by what changes to the sources and what they read."""
     source, diff = source_changes(saved["sources"], sources)
-    header = saved.get("log", {}).get("header", "")  # sources, rule, environments, rule
-    was = variables_of(header.rstrip("=").rpartition("=" * 100)[2].splitlines()) if header else variables_of(environment)
-    now = variables_of(environment)
+    last = saved["log"]["header"].removesuffix(RULE).rpartition(RULE)[2]  # sources, rule, environments, rule
+    was, now = map(variables_of, (last.splitlines(), environment))
     other = [f"{x}: {was.get(x, 'none')} before, {now.get(x, 'none')} now" for x in was | now if was.get(x) != now.get(x)]
     first = "; ".join([f"resumed at step {saved['step']} from {' '.join(f'{path}'.split())}, {source}", *other])
     return "\n".join([first, *environment, *diff])
@@ -404,7 +406,7 @@ def variables_of(environment: list[str]) -> dict[str, str]:
     for kind, _, text in (line.partition(": ") for line in environment):
         if kind.startswith("resumed at step "):
             found = {}
-        elif kind in ("variables", "read by its sources"):
+        elif kind in OF_VARIABLES:
             found[kind] = text
     return found
 
@@ -429,7 +431,7 @@ def holds_run(log: Path) -> bool:
     """Is there something at log, but for the header of a run that ended before its first line?"""
     if not log.is_file():
         return os.path.lexists(log)
-    end = b"\n" + b"=" * 100 + b"\n"
+    end = f"\n{RULE}\n".encode()
     with open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(end)))
         if file.read() != end:

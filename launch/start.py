@@ -38,7 +38,7 @@ import time
 import traceback
 import typing
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
         importing.append(name)
-        here, given_to_all = os.getcwd(), {**os.environ}
+        here, variables = os.getcwd(), {**os.environ}
         try:
             script = load(path)
         finally:
@@ -112,8 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         os.chdir(here)
         check_main(script, path)
         ranks, options = check(script, options, asked, moves)
-        environ = untouched(given_to_all)
-        code = 0 if CHECK_ALONE in os.environ else Ranks(ranks, [sys.executable, "-u", f"{path}", *options], name, environ).wait()
+        command = [sys.executable, "-u", f"{path}", *options]
+        code = 0 if CHECK_ALONE in os.environ else Ranks(ranks, command, name, untouched(variables, os.environ)).wait()
     except LaunchError as error:
         message, code = error.args
         tell(name, f"error: {message}")
@@ -373,15 +373,16 @@ def load(path: Path) -> ModuleType:
     begun = time.monotonic() - process_age()
     near = (folder.glob(pattern) for folder in (path.parent, ROOT) for pattern in ("*.py", "*/*.py"))
     drop_stale_caches(file for files in near for file in files)
-    package = ""
+    packages = ["numpy", "torch"] + ["triton"] * bool(importlib.util.find_spec("triton"))  # it may have no wheel: no_triton.py
     try:
-        for package in ("numpy", "torch", *["triton"] * bool(importlib.util.find_spec("triton"))):  # it may have no wheel here
+        for package in packages:
             importlib.import_module(package)
-        import torch
     except ImportError as error:
         raise LaunchError(broken_package(package, error), 1) from None
     except Exception as error:  # as of what it reads in the environment
         raise LaunchError(import_fault(error), 1) from None
+    import torch  # now sure to be there
+
     for file in (*path.parent.glob("*.py"), *(file.parent for file in path.parent.glob("*/__init__.py"))):
         if "site-packages" in f"{getattr(sys.modules.get(module_at(file)), '__file__', None)}":  # PyTorch's, say
             raise LaunchError(HIDES.format(file, module_at(file)), 1)
@@ -957,11 +958,11 @@ def rank_environment(rank: int, count: int, port: int, interfaces: Callable = so
     return chosen | {name: f"{value}" for name, value in {**ranks, **place, **ours}.items()} | import_environment()
 
 
-def untouched(environ: dict[str, str]) -> dict[str, str]:
-    """The variables as they were before the script was imported here, as each rank imports it again: one that it takes out, or adds
-    to, would be another there. OpenMP's as launch/__init__.py wants them, which a script may import after PyTorch."""
-    openmp = {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
-    return {name: value for name, value in environ.items() if not name.startswith("OMP_")} | openmp
+def untouched(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """The variables as before the script was imported here, as each rank imports it again: one that it takes out, or adds to,
+    would be another there. OpenMP's as they are now, by launch/__init__.py, which a script may import after PyTorch."""
+    openmp = {name: value for name, value in now.items() if name.startswith("OMP_")}
+    return {name: value for name, value in before.items() if not name.startswith("OMP_")} | openmp
 
 
 def import_environment() -> dict[str, str]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from data.shards import whole_file
 from launch.console import console, encoded, live_line, printable
 from launch.signals import STOPS
+from launch.sources import RULE
 from runtime.ranks import Ranks
 
-RULE, BANNER = "=" * 100, "-" * 40
+BANNER = "-" * 40
 
 
 def log_header(sources: dict[str, str], environment: list[str]) -> str:

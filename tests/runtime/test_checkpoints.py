@@ -396,7 +396,9 @@ def test_a_run_resumed_twice_has_the_notes_of_the_course_that_stays(unbroken, sh
 
 
 def test_a_note_on_a_resumption_says_which_sources_have_changed():
+    rule, earlier = "=" * 100, "resumed at step 2 from p, with the same source"
     saved = {"step": 3, "sources": {"train_gpt.py": "a\nb\nc\n", "runtime/log.py": "x\n", "old.py": "1\n"}}
+    saved["log"] = {"header": f"x\n{rule}\nPython\n{rule}"}
     now = {"idea.py": "a\nB\nc\n", "runtime/log.py": "x\n", "ideas/new.py": "2\n"}
     note = resumption_note(Path("p"), saved, now, ["Python", "machine"]).splitlines()
     assert note[:3] == ["resumed at step 3 from p, with changed source, 4 lines of difference", "Python", "machine"]
@@ -408,12 +410,11 @@ def test_a_note_on_a_resumption_says_which_sources_have_changed():
     assert resumption_note(Path("p"), saved, renamed, []) == "resumed at step 3 from p, with the same source"
     there = resumption_note(Path("a\nb/p"), saved, renamed, [])  # on one line, by which tools find it
     assert there == "resumed at step 3 from a b/p, with the same source"
-    rule, note = "=" * 100, "resumed at step 2 from p, with the same source"
     for before, now, said in (
         (["read by its sources: LR='3'"], [], "; read by its sources: LR='3' before, none now"),
         ([], ["variables: X='1'"], "; variables: none before, X='1' now"),
-        (["variables: X='1'", note], ["variables: X='1'"], "; variables: none before, X='1' now"),
-        ([note, "read by its sources: LR='3'"], ["read by its sources: LR='3'"], ""),
+        (["variables: X='1'", earlier], ["variables: X='1'"], "; variables: none before, X='1' now"),
+        ([earlier, "read by its sources: LR='3'"], ["read by its sources: LR='3'"], ""),
     ):
         header = "\n".join(["x", rule, "Python", *before, rule])
         there = resumption_note(Path("p"), {**saved, "log": {"header": header}}, renamed, now).splitlines()[0]
