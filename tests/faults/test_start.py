@@ -28,7 +28,6 @@ from common import (
     wait_until, without_rights,
 )  # fmt: skip
 from data.shards import read_shard, shard_name, write_shard
-from launch import environment
 from launch import start as launcher
 from launch.start import Ranks
 from runtime import checkpoints
