@@ -476,7 +476,8 @@ def _kernel_times(prof, dry: bool) -> tuple[dict[str, float], float]:
 
 
 def memory(bench: Bench) -> tuple[str, dict]:
-    """What a micro-batch keeps for its backward pass, from the shapes alone; on a GPU also the peak of such a pass."""
+    """What a micro-batch keeps for its backward pass, from the shapes alone; on a GPU also the peaks of such a pass and of one
+    of a validation batch."""
     from bench.communication import model_parameters, state_bytes
     from bench.settings import largest_batch
     from tail_averages import TAIL_TABLE
@@ -488,17 +489,19 @@ def memory(bench: Bench) -> tuple[str, dict]:
     for micro_batches in (8, 16, 32):
         tokens = largest_batch(h) // micro_batches
         saved = saved_bytes(h, tokens)
-        measured = "" if bench.dry else f"{_peak_of_a_pass(bench.settings(micro_batches=micro_batches), tokens) / 2**30:.2f}"
         logits = vocab * h.val_batch_tokens // micro_batches * parameters["lm_head"].dtype.itemsize
-        rows.append([micro_batches, f"{tokens:,}", f"{saved / 2**30:.2f}", f"{logits / 2**30:.2f}", measured])
-        data.append({"micro_batches": micro_batches, "saved": saved, "validation_logits": logits, "peak": measured})
+        whole = bench.settings(micro_batches=micro_batches, val_batch_tokens=h.val_batch_tokens)
+        peaks = [] if bench.dry else _peaks(whole, tokens, h.val_batch_tokens // micro_batches)
+        measured = [f"{peak / 2**30:.2f}" for peak in peaks] or ["", ""]
+        rows.append([micro_batches, f"{tokens:,}", f"{saved / 2**30:.2f}", f"{logits / 2**30:.2f}", *measured])
+        data.append({"micro_batches": micro_batches, "saved": saved, "validation_logits": logits, "peaks": peaks})
     fixed, tails = 0, TAIL_TABLE if h.tail_averages else ()
     for label, row in param_table(h).items():
         shape, dtype = parameters[label]
         fixed += 2 * math.prod(shape) * dtype.itemsize  # weight and gradient
         fixed += state_bytes(label, parameters[label], row, tails=tails)
     header = ["micro-batches", "tokens each", "saved for backward, GiB", "logits of a validation pass, GiB"]
-    header.append("measured: peak of a training pass above the state, GiB")
+    header += [f"measured: peak of a {kind} pass above the state, GiB" for kind in ("training", "validation")]
     text = table(header, rows)
     text += f"\n\nWeights, gradients and optimizer state on one GPU: {fixed / 2**30:.2f} GiB."
     return text, {"rows": data, "fixed": fixed}
@@ -537,27 +540,36 @@ def saved_bytes(h, tokens: int) -> int:
     return sum(storages.values())
 
 
-def _peak_of_a_pass(h, tokens: int) -> int:
-    """Bytes above what is allocated before it, of a forward and backward pass; the second, once it is compiled."""
+def _peaks(h, *sizes: int) -> list[int]:
+    """Bytes above what is allocated before it, of a training and of a validation pass of so many tokens; the second, once it
+    is compiled."""
     import torch
 
     import train_gpt as tg
     from data.loader import synthetic_batch
     from runtime.ranks import Ranks
 
-    ranks = Ranks(0, 1, torch.device("cuda"))
-    manager = tg.build(h, ranks)
+    ranks = Ranks(0, 1, torch.device("cuda", 0))
+    manager, peaks = tg.build(h, ranks), []
+    manager.max_val_doc_len = h.max_doc_len
     net = manager.model
     manager.advance_schedule(h.num_scheduled_iterations - 1)
-    for _ in range(2):
-        net.zero_grad(set_to_none=False)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        batch = synthetic_batch(tokens, vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
-        net(*tg.to_device(batch, ranks.device), manager.forward_schedule()).backward()
-        torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    for training, tokens in zip((True, False), sizes, strict=True):
+        net.train(training)
+        for _ in range(2):
+            net.zero_grad(set_to_none=False)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            batch = synthetic_batch(tokens, vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
+            with torch.set_grad_enabled(training):
+                loss = net(*tg.to_device(batch, ranks.device), manager.forward_schedule())
+                if training:
+                    loss.backward()
+            del loss
+            torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return peaks
 
 
 def kernel_table(bench: Bench) -> tuple[str, dict]:

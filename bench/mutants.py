@@ -545,6 +545,14 @@ CHANGES = {  # by file: what, tests, old, new
          "SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)", "SIGNALS = (signal.SIGINT, signal.SIGTERM)"),
     ),
     "launch/machine.py": (
+        ("memory that NCCL lacks is a question whether all ranks are there", "runtime/joining::test_a_gpu_that_a_rank_cannot_have_is_named",
+         r"|Failed to CUDA \w*alloc", ""),
+        ("a GPU that cannot be used is a question whether all ranks are there",
+         "runtime/joining::test_a_gpu_that_a_rank_cannot_have_is_named", "if isinstance(error, torch.AcceleratorError):", "if False:"),
+        ("nobody hears that another process holds the GPU", "faults/running::test_a_gpu_whose_memory_runs_out_says_who_holds_it",
+         "other > 4 << 30", "other > 400 << 30"),
+        ("a size of bytes is told as GiB", "faults/running::test_a_rank_whose_memory_runs_out_says_where_and_what_needs_less",
+         "int(asked[2]) / 2**30", "int(asked[2])"),
         ("a variable that a script takes out is not told", "runtime/machine::test_variables_that_the_sources_read_are_told",
          "{**GIVEN, **os.environ}", "{**os.environ}"),
         ("an earlier run's peak of memory is the next one's", "runtime/machine::test_the_peak_of_an_earlier_run_is_not_the_next_ones",
@@ -921,6 +929,8 @@ CHANGES = {  # by file: what, tests, old, new
          '!= f"{getattr(found, x)!r}"]', '== ""]'),
     ),
     "runtime/ranks.py": (
+        ("a GPU that is full is found after the ranks have met", "runtime/joining::test_a_gpu_that_a_rank_cannot_have_is_named",
+         "            torch.cuda.set_device(-1 if device.index is None else device.index)", "            pass"),
         ("ranks wait for a first one that writes", "runtime/joining::test_the_others_meet_a_first_rank_that_takes_long",
          "wait([work], pause)", "wait([work])"),
         ("an error of another rank is not raised", "runtime/bad_input runtime/trouble runtime/joining",
@@ -930,6 +940,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for x in {**first, **found} if", "for x in found if"),
     ),
     "runtime/run.py": (
+        ("memory that runs out is a traceback", "faults/running::test_a_rank_whose_memory_runs_out_says_where_and_what_needs_less",
+         "        refuse_lack_of_memory(value, self.ranks)\n", ""),
         ("a loop that a break has left ends well", "faults/running::test_a_train_that_returns_early_ends_no_run_well",
          "if self.tokens_done < self.tokens:", "if False:"),
         ("two processes train one run", "faults/running::test_a_lock_that_was_deleted_is_taken_again",

@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import sys
+import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,8 @@ COMMON = {  # what all ranks hold alike, and how to keep it so
     "weights": "the rule of a replicated parameter must do the same on each, with no random numbers",
     "tensors": "a checkpoint would give all of them the first one's: all_reduce what goes into them",
 }
+NO_MEMORY = re.compile(r"out of memory|Failed to CUDA \w*alloc|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate")
+ASKED = re.compile(r"ried to allocate (?:([\d.]+ [KMGT]iB)|(\d+) bytes)")
 OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -141,6 +144,43 @@ def peak_memory(device: torch.device) -> str:
     with suppress(OSError, TypeError):  # on Linux that may be the peak of who started this process
         kib = int(re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
     return f"peak memory resident: {kib >> 10} MiB"
+
+
+def refuse_lack_of_memory(error: BaseException | None, ranks: Any) -> None:
+    """Raise RunError for an error by which a rank's memory is too small: who holds it, and where the script asked for more."""
+    lack = isinstance(error, RuntimeError) and NO_MEMORY.search(f"{error}")
+    if not (lack or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+        return
+    said, advice = [], "more --micro_batches, or fewer RANKS, need less (docs/memory.md)"
+    if ranks.device.type == "cuda":
+        where, advice = f"GPU {ranks.device.index}", "more --micro_batches need less (docs/memory.md)"
+        try:
+            free, total = torch.cuda.mem_get_info(ranks.device)
+            own = torch.cuda.memory_reserved(ranks.device)
+            other = total - free - own
+            total, own, rest = (f"{x / 2**30:.1f}" for x in (total, own, other))
+            said, full = [f"of {where}'s {total} GiB it holds {own}, all else {rest}"], other > 4 << 30
+        except RuntimeError:
+            said, full = [f"{where} has no room for it at all"], True
+        advice = f"nvidia-smi shows who holds the rest; {advice}" if full else advice
+    folders = {Path(__file__).parent.parent, Path(getattr(sys.modules["__main__"], "__file__", None) or ".").resolve().parent}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent in folders]
+    asked = ASKED.search(f"{error}")
+    more = f"{asked[1] or f'{int(asked[2]) / 2**30:.1f} GiB'} more are asked for" if asked else "it ran out"
+    said += [f"{more} in {x.name}, {Path(x.filename).name}:{x.lineno}" for x in frames[-1:]]
+    raise RunError(f"rank {ranks.rank} is out of memory: {'; '.join([*said, advice])}") from error
+
+
+def cannot_join(error: Exception, ranks: Any) -> RunError:
+    """What to raise for an error by which a rank finds no GPU to work on, or not the others."""
+    refuse_lack_of_memory(error, ranks)
+    why, *more = [line for line in f"{error}".splitlines() if line] or [repr(error)]
+    if isinstance(error, torch.AcceleratorError):
+        return RunError(f"rank {ranks.rank}: GPU {ranks.device.index} cannot be used, nvidia-smi may say more: {why}")
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    advice = "are all of them started, once each, and is the port free?"
+    why = ": ".join([why, *more[-1:]]) if "NCCL" in why else why
+    return RunError(f"rank {ranks.rank} of {ranks.world_size} cannot join the others at {place}, {advice} {why}")
 
 
 def forget_earlier_run(device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.console import AgreedError, RunError
-from launch.machine import environment_number, forget_earlier_run, usable_cores
+from launch.machine import cannot_join, environment_number, forget_earlier_run, usable_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
@@ -96,17 +96,15 @@ def join_ranks() -> Ranks:
             raise RunError(f"local rank {local_rank} has no GPU: this machine shows {gpus}; start as many ranks as GPUs")
         device = torch.device("cuda", local_rank)
         how |= dict(backend="nccl", device_id=device)
-        torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, usable_cores() // local_size))
     if run := next(RUNS):
         forget_earlier_run(device)
     if launched:
         try:
+            torch.cuda.set_device(-1 if device.index is None else device.index)  # -1: no GPU
             store = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
             dist.init_process_group(store=dist.PrefixStore(f"{run}", store), **how)
         except (RuntimeError, ValueError) as error:
-            place, why = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", str(error).splitlines()[0]
-            advice = "are all of them started, once each, and is the port free?"
-            raise RunError(f"rank {rank} of {world_size} cannot join the others at {place}, {advice} {why}") from error
+            raise cannot_join(error, Ranks(rank, world_size, device)) from error
     return Ranks(rank, world_size, device)

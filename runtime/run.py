@@ -18,7 +18,7 @@ import torch.distributed as dist
 from data.loader import FetchedAhead
 from data.shards import check_free, keep_lock, lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
-from launch.machine import check_common, checksum, checksums, peak_memory
+from launch.machine import check_common, checksum, checksums, peak_memory, refuse_lack_of_memory
 from launch.nests import differences, map_tensors, non_finite
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
@@ -51,6 +51,7 @@ class Run:
         gc.unfreeze()  # for another run of this process, and as what ends with the process has not leaked
         with suppress(IndexError):  # a signal that ends this process is here too, in another thread: one of both has the lock
             unlock_run(self.locks.pop())
+        refuse_lack_of_memory(value, self.ranks)
         if error in (None, SystemExit) and self.signals.in_training:
             how = f"rank {self.ranks.rank}'s train() has ended{f' by sys.exit({value.code!r})' if error else ''}"
             raise RunError(f"{how} without run.finish(): the log lacks its last line")
@@ -215,8 +216,7 @@ class Run:
         kept = self._save(step) if self.settings.save_every else "no checkpoint, as --save_every=0"
         faults = [f"rank {rank}: {fault[0]}" for rank, fault in enumerate(self.ranks.gather(self.faults)) if fault]
         name = "bad data" if agreed == FAULT else signal.Signals(agreed).name
-        said = "; ".join(filter(None, [kept, *faults[:1], self.at_end()]))
-        message = f"stopped by {name} after step:{step}/{self.total}: {said}"
+        message = f"stopped by {name} after step:{step}/{self.total}: {'; '.join(filter(None, [kept, *faults[:1], self.at_end()]))}"
         self.log.write(message)
         self.log.close()
         self.ranks.raise_together(RunError(message) if agreed == FAULT else None)

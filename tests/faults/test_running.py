@@ -39,7 +39,8 @@ from data.loader import FetchedAhead
 from data.shards import READERS, DataError, hold_shards, lock_run, open_lock, read_shard, without_readers, write_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Log
-from launch.console import AgreedError, console
+from launch.console import AgreedError, RunError, console
+from launch.machine import refuse_lack_of_memory
 from launch.signals import FAULT, LAUNCHER, SIGNALS, Signals
 from launch.sources import check_unused
 from runtime.ranks import Ranks
@@ -643,6 +644,50 @@ def test_a_bug_in_the_loop_keeps_its_traceback(shards, tmp_path, monkeypatch, pl
     with pytest.raises(type(bug)) as caught:
         main(options(shards, tmp_path))
     assert caught.value is bug and caught.traceback[-1].name == "broken"
+
+
+OUT_OF_MEMORY = {  # what runs out: what is said of it
+    "tensor": (lambda: torch.empty(1 << 50), "4194304.0 GiB more are asked for in {place}"),
+    "number": (lambda: bytes(1 << 62), "it ran out in {place}"),
+    "gpu": (lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.56 GiB. GPU 0 has …")),
+            "24.56 GiB more are asked for in {place}"),
+    "kernel": (lambda: (_ for _ in ()).throw(RuntimeError("Triton Error [CUDA]: out of memory")), "it ran out in {place}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OUT_OF_MEMORY)
+def test_a_rank_whose_memory_runs_out_says_where_and_what_needs_less(shards, tmp_path, monkeypatch, capsys, no_warm_up, what):
+    ask, said = OUT_OF_MEMORY[what]
+    at_step(monkeypatch, 3, ask)
+    with pytest.raises(SystemExit) as ended:
+        main(options(shards, tmp_path))
+    line = SCRIPT.read_text().partition("            with tracer.traced(")[0].count("\n") + 2
+    place = f"train, train_gpt.py:{line}"
+    advice = "more --micro_batches, or fewer RANKS, need less (docs/memory.md)"
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.partition(": ")[2] == f"error: rank 0 is out of memory: {said.format(place=place)}; {advice}\n"
+
+
+@pytest.mark.parametrize(("own", "held"), [
+    (9, "of GPU 1's 80.0 GiB it holds 9.0, all else 70.5; nvidia-smi shows who holds the rest"),
+    (78, "of GPU 1's 80.0 GiB it holds 78.0, all else 1.5"),
+    (None, "GPU 1 has no room for it at all; nvidia-smi shows who holds the rest"),
+])  # fmt: skip
+def test_a_gpu_whose_memory_runs_out_says_who_holds_it(monkeypatch, own, held):
+    def found(device):
+        assert device.index == 1
+        if own is None:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return 2**29, 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", found)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own * 2**30)
+    ranks = Ranks(1, 2, torch.device("cuda", 1))
+    with pytest.raises(RunError) as said:
+        refuse_lack_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ranks)
+    assert f"{said.value}" == f"rank 1 is out of memory: {held}; more --micro_batches need less (docs/memory.md)"
+    refuse_lack_of_memory(RuntimeError("shapes do not fit"), ranks)
+    refuse_lack_of_memory(None, ranks)
 
 
 @pytest.mark.parametrize("leave", ["return", "break", "raise SystemExit(0)", "raise SystemExit(256)", "raise SystemExit('diverged')"])

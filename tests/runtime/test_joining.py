@@ -78,6 +78,49 @@ def test_a_bad_environment_is_named_within_seconds(shards, tmp_path, capfd, monk
     assert not dist.is_initialized() and not (tmp_path / "logs").exists()
 
 
+FULL = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com"
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for `cudaErrorDevicesUnavailable'"
+NCCL = "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
+NCCL += "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+ROOM = "rank 0 is out of memory: {}; nvidia-smi shows who holds the rest; more --micro_batches need less (docs/memory.md)"
+OTHERS = "rank 0 of 1 cannot join the others at 127.0.0.1:1, are all of them started, once each, and is the port free? "
+
+
+@pytest.mark.parametrize(("of_gpu", "of_group", "message"), [
+    (FULL, None, ROOM.format("GPU 0 has no room for it at all")),
+    (BUSY, None, "rank 0: GPU 0 cannot be used, nvidia-smi may say more: CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+    (None, NCCL + "Failed to CUDA calloc async 608 bytes", ROOM.format("of GPU 0's 80.0 GiB it holds 0.0, all else 79.0")),
+    (None, NCCL + "Cuda failure 'invalid device'", OTHERS + NCCL.partition("\n")[0] + ": Cuda failure 'invalid device'"),
+    (None, "connection refused\nmore", OTHERS + "connection refused"),
+])  # fmt: skip
+def test_a_gpu_that_a_rank_cannot_have_is_named(monkeypatch, of_gpu, of_group, message):
+    """The first and third met on an H100 whose memory another process held: what it said is said here by fakes of its calls."""
+    for name, value in {**GOOD, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def gpu(*_):
+        if of_gpu:
+            raise torch.AcceleratorError(of_gpu)
+
+    def group(*_, **__):
+        raise dist.DistBackendError(of_group)
+
+    def room(device):
+        gpu()
+        return 1 << 30, 80 << 30
+
+    fakes = dict(is_available=lambda: True, device_count=lambda: 1, set_device=gpu, mem_get_info=room, memory_reserved=lambda x: 0)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(None, 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", group)
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(runtime_ranks, "RUNS", iter([0]))
+    with pytest.raises(RunError) as said:
+        runtime_ranks.join_ranks()
+    assert f"{said.value}" == message
+
+
 def test_what_a_run_in_this_process_asked_for_keeps_no_fork_waiting(monkeypatch):
     """A tool's test hung for 300 s, in a worker whose earlier tests had started threads: OpenMP's are in no fork."""
     for name in GOOD:
