@@ -1236,7 +1236,7 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0, again: 
             param.grad = torch.ones_like(param)  # so that weights move, and averages of them
         manager.step_optimizers(step)  # with Adam or not; tied, split, later
     manager.tails.after_step(h.total_iterations - 1)
-    manager.load_state_dict(saved)
+    ranks.on_all(manager.load_state_dict, saved)
     manager.advance_schedule(0)
     model.train()
 

@@ -306,6 +306,7 @@ def go_on(requirements, *modules):
     SystemExit."""
     global PROGRAM
     interrupt_quietly()
+    sys.excepthook = tell_import_fault
     if modules and all(map(importlib.util.find_spec, modules)):
         return
     PROGRAM = os.path.basename(sys.argv[0])
@@ -313,6 +314,40 @@ def go_on(requirements, *modules):
         python = ensure([os.path.join(ROOT, requirements)])
     if python != sys.executable:
         os.execv(python, [python] + sys.orig_argv[1:])
+
+
+def broken_package(name, error):
+    """What to say of a package that cannot be imported: of which folder it is, if not of this interpreter's."""
+    said = str(error.__cause__ or error).splitlines()  # NumPy's own is a page
+    why = next(filter(None, said), type(error).__name__)
+    spec, named = importlib.util.find_spec(name), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    there = os.path.dirname(os.path.dirname(spec and spec.origin or ""))  # which the path names, not one above, as of .venv
+    for folder in filter(None, named):
+        if os.path.abspath(folder) == there:
+            fault = "it is that of {}, which PYTHONPATH names, for another Python, say: unset it".format(folder)
+            return "{} cannot be imported: {}: {}".format(name, why, fault)
+    return "{}: {}: {} lacks a package, or has half of one: install it again".format(name, why, sys.executable)
+
+
+def import_fault(error):
+    """What to say of an ImportError out of a package, which is broken then; empty of one of ours."""
+    trace, package = error.__traceback__, ""
+    named = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    within = lambda file, folder: file.startswith(os.path.join(folder, ""))
+    while trace:
+        file = os.path.abspath(trace.tb_frame.f_code.co_filename)
+        if "site-packages" in file.split(os.sep) or not within(file, ROOT) and any(within(file, folder) for folder in named):
+            package = trace.tb_frame.f_globals["__name__"].partition(".")[0]  # of the last: SciPy's import may fail in NumPy
+        trace = trace.tb_next
+    return broken_package(package, error) if package else ""
+
+
+def tell_import_fault(kind, error, trace):
+    """An excepthook: one line for a package that is there and cannot be imported."""
+    fault = import_fault(error) if issubclass(kind, ImportError) else ""
+    if not fault:
+        return sys.__excepthook__(kind, error, trace)
+    sys.stderr.write("{}: error: {}\n".format(os.path.basename(sys.argv[0]), fault))
 
 
 def say(text):

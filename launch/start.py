@@ -29,6 +29,7 @@ import itertools
 import locale
 import re
 import resource
+import runpy
 import shutil
 import socket
 import subprocess
@@ -358,16 +359,6 @@ def check_transport() -> None:
             raise LaunchError(f"{name}={ascii(os.environ[name])[1:-1][:40]}: {error}: unset it, or say TCP", 1) from None
 
 
-def broken_package(name: str, error: ImportError) -> str:
-    """What to say of a package that cannot be imported: of which folder it is, if not of this interpreter's."""
-    why = next(filter(None, f"{error.__cause__ or error}".splitlines()), type(error).__name__)  # NumPy's own is a page
-    spec, named = importlib.util.find_spec(name), os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    folders = (folder for folder in filter(None, named) if f"{spec and spec.origin}".startswith(os.path.join(os.path.abspath(folder), "")))
-    if folder := next(folders, None):
-        return f"{name} cannot be imported: {why}: it is that of {folder}, which PYTHONPATH names, for another Python, say: unset it"
-    return f"{name}: {why}: {sys.executable} lacks a package, or has half of one: install it again"
-
-
 def load(path: Path) -> ModuleType:
     """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
     begun = time.monotonic() - process_age()
@@ -378,7 +369,8 @@ def load(path: Path) -> ModuleType:
         for package in packages:
             importlib.import_module(package)
     except ImportError as error:
-        raise LaunchError(broken_package(package, error), 1) from None
+        fault = runpy.run_path(f"{ROOT}/launch/environment.py")["broken_package"](package, error)
+        raise LaunchError(fault, 1) from None
     except Exception as error:  # as of what it reads in the environment
         raise LaunchError(import_fault(error), 1) from None
     import torch  # now sure to be there

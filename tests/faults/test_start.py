@@ -19,6 +19,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ from common import (
 )  # fmt: skip
 from data.shards import read_shard, shard_name, write_shard
 from launch import start as launcher
+from launch.environment import import_fault
 from launch.start import Ranks
 from runtime import checkpoints
 from runtime.options import parse_options
@@ -750,6 +752,38 @@ def test_a_numpy_that_cannot_be_imported_is_named(tmp_path, by_path):
     why = "No module named 'numpy._core._umath': "
     named = f"numpy cannot be imported: {why}it is that of {folder.parent}, which PYTHONPATH names, for another Python, say: unset it"
     assert (named if by_path else f"numpy: {why}{PYTHON} lacks a package, or has half of one: install it again") in done.stderr
+
+
+@pytest.mark.parametrize("tool", ["sample.py x", "bench/resumes.py", "data/local_text.py", "records/history.py"])
+def test_a_tool_names_a_package_that_cannot_be_imported(tmp_path, tool):
+    """A traceback of 20 lines."""
+    (folder := tmp_path / "other" / "numpy").mkdir(parents=True)
+    (folder / "__init__.py").write_text('raise ImportError("built for Python 3.9")')
+    environ = {**os.environ, "PYTHONPATH": f"{folder.parent}"}
+    done = subprocess.run([PYTHON, *tool.split()], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    said = f"it is that of {folder.parent}, which PYTHONPATH names, for another Python, say: unset it"
+    told = f"{Path(tool.split()[0]).name}: error: numpy cannot be imported: built for Python 3.9: {said}\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+@pytest.mark.parametrize(("place", "fault"), [
+    ("{ROOT}/data/shards.py", ""),
+    ("{named}/numpy/__init__.py", "numpy cannot be imported: gone: it is that of "),
+    ("/x/lib/site-packages/numpy/linalg.py", "numpy: gone: "),
+    ("/x/ideas/mine.py", ""),
+])  # fmt: skip
+def test_an_import_that_fails_is_a_packages_fault_or_ours(tmp_path, monkeypatch, place, fault):
+    (named := tmp_path / "other" / "numpy").mkdir(parents=True)
+    (named / "__init__.py").touch()
+    above = Path(np.__file__).parents[3]  # as where .venv is in the folder
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{above}:{named.parent}")
+    monkeypatch.setattr(sys, "path", [f"{named.parent}", *sys.path] if "{named}" in place else sys.path)
+    monkeypatch.delitem(sys.modules, "numpy") if "{named}" in place else None
+    code = compile("raise ImportError('gone')", place.format(ROOT=ROOT, named=named.parent), "exec")
+    with pytest.raises(ImportError) as caught:
+        exec(code, {"__name__": "numpy.linalg"})
+    said = import_fault(caught.value)
+    assert said.startswith(fault) if fault else said == ""
 
 
 @pytest.mark.parametrize("name, said", [("TORCH_LOGS", "Invalid log settings: x"), ("TORCH_DISTRIBUTED_DEBUG", "The value of ")])

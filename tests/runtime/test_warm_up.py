@@ -643,6 +643,20 @@ def test_a_parameter_of_some_stages_alone_is_refused_before_the_first_step(shard
     ends_with(capsys, options(shards, tmp_path), "error: mtp_scale: no gradient: every parameter", code=1)
 
 
+def test_a_rules_state_that_changes_its_kind_is_found_before_the_first_step(shards, tmp_path, monkeypatch, capsys):
+    """An idea's that counts its steps in a tensor: a traceback."""
+    update = train_gpt.Adam.update
+
+    def counted(self, rows, grad, state, now):
+        state["step"] = int(state["step"])
+        update(self, rows, grad, state, now)
+        state["step"] = torch.tensor(state["step"])
+
+    monkeypatch.setattr(train_gpt.Adam, "update", counted)
+    said = "state.scalars.step is Tensor, here float: updates must keep initial_state's names, types and shapes, for checkpoints"
+    ends_with(capsys, options(shards, tmp_path), f"error: {said}", code=1)
+
+
 def test_a_parameter_of_some_passes_of_a_step_is_not(shards, tmp_path, monkeypatch):
     """As of a layer that is dropped by chance."""
 
