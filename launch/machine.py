@@ -46,7 +46,7 @@ COMMON = {  # what all ranks hold alike, and how to keep it so
     "tensors": "a checkpoint would give all of them the first one's: all_reduce what goes into them",
 }
 NO_MEMORY = re.compile(r"out of memory|Failed to CUDA \w*alloc|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate")
-ASKED = re.compile(r"ried to allocate (?:([\d.]+ [KMGT]iB)|(\d+) bytes)")
+ASKED = re.compile(r"(?:ried|nable) to allocate (?:([\d.]+ [KMGTPE]iB)|(\d+) bytes)")
 OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 

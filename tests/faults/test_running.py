@@ -648,6 +648,7 @@ def test_a_bug_in_the_loop_keeps_its_traceback(shards, tmp_path, monkeypatch, pl
 
 OUT_OF_MEMORY = {  # what runs out: what is said of it
     "tensor": (lambda: torch.empty(1 << 50), "4194304.0 GiB more are asked for in {place}"),
+    "array": (lambda: np.empty(1 << 55), "256. PiB more are asked for in {place}"),
     "number": (lambda: bytes(1 << 62), "it ran out in {place}"),
     "gpu": (lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.56 GiB. GPU 0 has …")),
             "24.56 GiB more are asked for in {place}"),
