@@ -743,6 +743,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a resumption without its options is told of too few tokens alone",
+         "faults/start::test_a_resumption_without_its_runs_options_is_told_of_them", "if not s.resume or not is_message", "if True or not is_message"),
         ("ranks get what the launcher's import has left", "faults/start::test_a_rank_gets_the_variables_that_the_user_has_given",
          "untouched(variables, os.environ)", "{**os.environ}"),
         ("OpenMP waits as it likes", "faults/start::test_a_rank_gets_the_variables_that_the_user_has_given",

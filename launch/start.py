@@ -483,7 +483,12 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
         nonlocal begun
         if own in MAKERS and not kept:
             begun += make_data(MAKERS[own])
-        data = script.check_shards(settings)
+        try:
+            data = script.check_shards(settings)
+        except ValueError as error:
+            if not s.resume or not is_message(error):
+                raise
+            raise LaunchError(f"{error}; is it the data, and are these the options, of the run that is resumed?", 1) from None
         for gap in gaps(getattr(data, "shards", {})):  # an older script gives none
             console(gap)
         return data

@@ -307,6 +307,14 @@ def test_room_is_wanted_for_what_will_be_saved(start, shards, tmp_path, monkeypa
     assert asked == [saves] * (1 + bool(save_every))
 
 
+def test_a_resumption_without_its_runs_options_is_told_of_them(start, shards, tmp_path, no_warm_up):
+    """Too few tokens for a schedule that was never meant: the message said how many more to make."""
+    train_gpt.main(options(shards, tmp_path, save_every=8))
+    code, lines, _ = start(*options(shards, tmp_path, resume="latest", num_scheduled_iterations=10**5))
+    assert code == 1 and "tokens" in lines[-1]
+    assert lines[-1].endswith("; is it the data, and are these the options, of the run that is resumed?")
+
+
 def test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ranks(tmp_path, monkeypatch):
     free = 3 * (400 + (1 << 20))  # two that are kept, one in the making
     layout, usage = {"state": torch.zeros(60), "partial": {"a": torch.zeros(20)}}, shutil._ntuple_diskusage  # 2 ranks
