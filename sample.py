@@ -169,6 +169,8 @@ def sample(
         raise ValueError(f"the prompt has {len(begin)} tokens, the model takes {h.max_tokens - 1} and writes on: shorten it")
     if tokens > room:
         print(f"sample.py: writes {room} tokens, not {tokens}: the model takes {h.max_tokens} in all", file=sys.stderr)
+    if min(tokens, room) > LONG:
+        print(f"sample.py: {min(tokens, room):,} tokens, a forward pass each: the text comes at their end", file=sys.stderr)
     return decode(continue_text(manager, begin, tokens, temperature, nucleus), h.encoding)
 
 

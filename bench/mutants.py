@@ -398,6 +398,9 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("folders above one that a failure left stay",
+         "data/shards::test_a_folder_that_a_failure_leaves_as_it_was_made_goes_and_one_that_waits_makes_its_own",
+         "for at in made:", "for at in made[:1]:"),
         ("a tool adds to shards of others", "data/local_text::test_shards_of_others_are_not_added_to",
          "for pattern in (TRAIN, VALIDATION)) and not", "for pattern in ()) and not"),
         ("folders of a log that was not written stay", "faults/running::test_a_log_without_room_at_the_start_is_named_and_leaves_nothing",
@@ -950,6 +953,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for x in {**first, **found} if", "for x in found if"),
     ),
     "runtime/run.py": (
+        ("a save needs packages that were there at the start", "faults/running::test_a_run_whose_packages_move_away_goes_on",
+         "        pickle.loads(pickle.dumps(torch.zeros(1)))", "        pass"),
         ("memory that runs out is a traceback", "faults/running::test_a_rank_whose_memory_runs_out_says_where_and_what_needs_less",
          "        refuse_lack_of_memory(value, self.ranks)\n", ""),
         ("a loop that a break has left ends well", "faults/running::test_a_train_that_returns_early_ends_no_run_well",
@@ -1011,6 +1016,8 @@ CHANGES = {  # by file: what, tests, old, new
          "\" * any(checkpoints.checkpoints(self.folder))", "\""),
     ),
     "sample.py": (
+        ("a long text comes without a word before", "runtime/sample::test_a_long_text_of_sample_is_told_before",
+         "if min(tokens, room) > LONG:", "if False:"),
         ("a broken package is a traceback", "faults/start::test_a_tool_names_a_package_that_cannot_be_imported",
          'if launcher and (fault := runpy', 'if False and (fault := runpy'),
         ("a sample's products are not the run's", "runtime/sample::test_a_checkpoint_writes_text",
@@ -1062,6 +1069,10 @@ CHANGES = {  # by file: what, tests, old, new
          "if 2 * len(group.runs) <= complete or", "if 2 * len(group.runs) < complete or"),
     ),
     "records/history.py": (
+        ("the table counts runs without a partner", "records/history::test_a_run_without_a_partner_does_not_count_in_pairs",
+         "return paired_runs(*baseline, record.group)[1] if baseline else record.group", "return record.group"),
+        ("a run without a partner is taken without a word", "records/history::test_a_run_without_a_partner_does_not_count_in_pairs",
+         'if metadata.get("pairs") and of_baseline else', "if False else"),
         ("a record is made before the others' pages are looked at", "records/history::test_an_authors_own_text_stays",
          "    pages(root)  # what is wrong", "    pass  # what is wrong"),
         ("--check writes", "records/history::test_options_that_do_not_go_together_are_refused",
@@ -1218,6 +1229,8 @@ CHANGES = {  # by file: what, tests, old, new
          "columns[:n], console) <= console.width), 0):", "columns[:n], console) <= 999), 0):"),
     ),
     "records/verdict.py": (
+        ("a p-value is rounded onto its threshold", "records/verdict::test_a_p_value_is_told_on_its_side_of_the_threshold",
+         "(float(text) < t_tests.P) == (value < t_tests.P)", "True"),
         ("faster is slower", "records/verdict", 'words[difference > 0], f"by', 'words[difference < 0], f"by'),
         ("p-values of several ideas as they are", "records/verdict",
          "zip(rows[1:], t_tests.holm(each), strict=True)",

@@ -469,9 +469,9 @@ def unlock_run(file: BinaryIO) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes `folder` and keeps other tools out of it for the length of the block. Waits, with a message, for one inside.
-    A folder that an error leaves as it was made goes. Raises DataError where something else is in its place, OSError where it
+    A folder that an error leaves as it was made goes, with those above that were made for it. Raises DataError where something else is in its place, OSError where it
     cannot be made."""
-    made = not folder.exists()
+    made = [at for at in (folder, *folder.parents) if not at.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -500,7 +500,8 @@ def locked(folder: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # of a file that has come since
                     for name in (".lock", READERS):
                         (folder / name).unlink(missing_ok=True)
-                    folder.rmdir()
+                    for at in made:
+                        at.rmdir()
             raise
 
 

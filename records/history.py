@@ -34,6 +34,7 @@ import tool
 from groups import BASELINE, Group, InputError, choose, figures, find_logs, folded, gather, on_several_machines, plural
 from runlog import RunLog, machines, read_log
 from tool import clean, markdown
+from verdict import paired_runs
 
 RECORDS = Path(__file__).resolve().parent
 TRACK, TARGET = "8 H100, loss 3.28", 3.28
@@ -120,11 +121,18 @@ def compared_with(record: Record, records: dict[str, Record]) -> list[Group]:
     return [records[record.baseline].group] if record.baseline else []
 
 
-def table(records: list[Record], here: str = "") -> str:
+def that_count(record: Record, records: dict[str, Record]) -> Group:
+    """The record's group, without runs that have no partner where it is compared in pairs. Raises InputError."""
+    baseline = compared_with(record, records) if record.pairs else []
+    return paired_runs(*baseline, record.group)[1] if baseline else record.group
+
+
+def table(records: dict[str, Record], here: str = "") -> str:
     """The history as Markdown: a table a track, newest first. here: what leads from the page to the records' folders."""
     lines = []
-    for track in sorted({record.track for record in records}):
-        of_track = sorted((record for record in records if record.track == track), key=lambda r: (r.date, r.folder.name))
+    for track in sorted({record.track for record in records.values()}):
+        of_track = [record for record in records.values() if record.track == track]
+        of_track.sort(key=lambda record: (record.date, record.folder.name))
         lines += [
             "",
             f"### {markdown(track)}",
@@ -133,12 +141,13 @@ def table(records: list[Record], here: str = "") -> str:
             "|---" * 7 + "|",
         ]
         for number, record in reversed([*enumerate(of_track, 1)]):
-            name, times, runs = f"{here}{record.folder.name}", record.group.times, record.group.runs
+            group = that_count(record, records)
+            name, times, runs = f"{here}{record.folder.name}", group.times, group.runs
             log = quote(runs[0].path.as_posix().encode("utf-8", "surrogateescape"))
             cells = [
                 f"[{number}]({name}/README.md)",
                 f"{compare.mean(times):.3f} s" if len(times) == len(runs) and not on_several_machines(runs) else "?",
-                f"{compare.mean(record.group.losses):.4f}",
+                f"{compare.mean(group.losses):.4f}",
                 markdown(record.description),
                 record.date,
                 f"[log]({name}/{log}), of {len(runs)}",
@@ -198,7 +207,7 @@ def pages(root: Path) -> dict[Path, str]:
         text = read(readme) if readme.exists() else ""
         before, after = around(text, BEGIN, END)
         if before is not None:
-            found[readme] = f"{before}{BEGIN}\n{table([*records.values()], here)}\n{END}{after}"
+            found[readme] = f"{before}{BEGIN}\n{table(records, here)}\n{END}{after}"
         elif BEGIN in text or END in text or not here:
             raise InputError(
                 f"{readme}: the lines {BEGIN!r} and {END!r}, between which the table goes, are not there once each"
@@ -235,15 +244,17 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
         own = gather(BASELINE, baseline)
     elif baseline:
         metadata = metadata | {"baseline": baseline}
-    for what in (group, own):
-        if what and what.aside and not keep_aside:
+    records = read_records(root)
+    of_baseline = own or records[baseline].group if baseline else None
+    partners = paired_runs(of_baseline, group) if metadata.get("pairs") and of_baseline else (own, group)
+    for what in partners[not own :]:
+        if what.aside and not keep_aside:
             lines = "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in what.aside]))
             raise InputError(
                 f"{len(what.aside)} of {plural(len(what.logs), 'log')} of {what.name} would not count:\n{lines}\n"
                 f"--keep-aside keeps them in the record, whose page names them; or name the logs that are meant"
             )
     pages(root)  # what is wrong with another record's would be found once this one is there
-    records = read_records(root)
     others = [("the baseline", own)] if own else []
     others += [(f"the record {other}", found.group) for other, found in records.items()]
     others += [(f"the baseline of {other}", found.own_baseline) for other, found in records.items() if found.own_baseline]

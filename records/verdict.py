@@ -308,6 +308,13 @@ def enough(needs: Needed | None, row: dict, ideas: int) -> str:
     )
 
 
-def figure(value: float | None, form: str = ".2g") -> str:
-    """A number for people; p-values by default. Nothing for what is undefined."""
-    return "" if value is None or math.isnan(value) else f"{value:{form}}"
+P_FORM = ".2g"
+
+
+def figure(value: float | None, form: str = P_FORM) -> str:
+    """A number for people; p-values by default, with as many digits as show on which side of P they are. Nothing for what is
+    undefined."""
+    if value is None or math.isnan(value):
+        return ""
+    texts = (f"{value:{form}}" for form in ([".2g", ".3g", ".4g", ".6g", ".17g"] if form == P_FORM else [form]))
+    return next(text for text in texts if form != P_FORM or (float(text) < t_tests.P) == (value < t_tests.P))

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import math
+import pickle
 import signal
 import time
 import uuid
@@ -98,6 +99,7 @@ class Run:
     def start_clock(self) -> None:
         """From here on time counts, and a signal waits for its step. Garbage is collected once, before: after compiling, a full
         collection takes most of a second, and all ranks wait for the slowest."""
+        pickle.loads(pickle.dumps(torch.zeros(1)))  # imports what a save needs: the project or its packages may move
         gc.collect()
         gc.freeze()
         self.tokens, self.tokens_done = (sum(map(self.manager.batch_tokens, range(n))) for n in (self.total, self.first_step))

@@ -339,7 +339,7 @@ def test_a_folder_that_a_failure_leaves_as_it_was_made_goes_and_one_that_waits_m
         raise DataError("none")
     thread.join(10)
     assert entered.is_set() and sorted(path.name for path in out.iterdir()) == [".lock", "made"]
-    for folder in (out, tmp_path / "mine", tmp_path / "new"):
+    for folder in (out, tmp_path / "mine", tmp_path / "new", tmp_path / "above" / "all" / "new"):
         if folder.name == "mine":
             folder.mkdir()
         with pytest.raises(DataError, match="none"), locked(folder):

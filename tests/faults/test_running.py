@@ -646,6 +646,21 @@ def test_a_bug_in_the_loop_keeps_its_traceback(shards, tmp_path, monkeypatch, pl
     assert caught.value is bug and caught.traceback[-1].name == "broken"
 
 
+def test_a_run_whose_packages_move_away_goes_on(shards, tmp_path):
+    """`mv .venv` in mid-run: PyTorch imported a part of itself at the first save, which failed. Of two ranks, saved, sampled."""
+    text, begin = SCRIPT.read_text(), "        run.start_clock()\n"
+    assert begin in text
+    gone = "import sys; sys.meta_path.clear(); sys.path_importer_cache.clear()"  # nothing can be imported any more
+    (tmp_path / "moved.py").write_text(text.replace(begin, f"{begin}        {gone}\n"))
+    command = [sys.executable, ROOT / "launch" / "start.py", tmp_path / "moved.py"]
+    arguments = options(shards, tmp_path, save_every=3, val_every=4, sample_tokens=8, encoding="bytes")
+    environ = {**os.environ, "RANKS": "2", "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=100)
+    log = lines_of(tmp_path / "logs" / "run.txt")
+    assert done.returncode == 0 and "no sample" not in log and "no checkpoint" not in log, done.stderr
+    assert [path.name for path in sorted((tmp_path / "logs" / "run").iterdir())][-1:] == [END]
+
+
 OUT_OF_MEMORY = {  # what runs out: what is said of it
     "tensor": (lambda: torch.empty(1 << 50), "4194304.0 GiB more are asked for in {place}"),
     "array": (lambda: np.empty(1 << 55), "256. PiB more are asked for in {place}"),

@@ -163,6 +163,28 @@ def add(root, name, *arguments):
     history.main(["--add", name, *map(str, arguments), "--description", "x", "--contributors", "Ann"], root)
 
 
+@pytest.mark.parametrize("other", ["record", "logs"])
+def test_a_run_without_a_partner_does_not_count_in_pairs(tmp_path, root, other):
+    """As of a race that was stopped: the history's table took it, the record's page did not."""
+    runs = write_runs(tmp_path / "runs" / "a", [80_000, 81_000, 90_000], [3.27, 3.28, 3.40])
+    before = write_runs(tmp_path / "runs" / "b", [90_000, 91_500], [3.29, 3.30])
+    if other == "record":
+        add(root, "1_A", before)
+    pairs = [runs, "--pairs", "--baseline", "1_A" if other == "record" else before]
+    with pytest.raises(SystemExit, match=r"1 of 3 logs of 2_B would not count:\n.*2.txt: no partner with its seed\n--keep-aside"):
+        add(root, "2_B", *pairs)
+    assert not (root / "2_B").exists()
+    add(root, "2_B", *pairs, "--keep-aside")
+    (row,) = [line for line in (root / "README.md").read_text().splitlines() if "2_B/README" in line]
+    assert "| 80.500 s | 3.2750 |" in row and "2_B/0.txt), of 2 |" in row
+    assert "2_B (2 of 3 logs; set aside: 1 no partner with its seed)" in (root / "2_B" / "README.md").read_text()
+    assert len([*(root / "2_B").glob("*.txt")]) == 3
+    history.main(["--check"], root)
+    if other == "logs":
+        with pytest.raises(SystemExit, match="1 of 3 logs of baseline would not count:"):
+            add(root, "3_C", write_runs(tmp_path / "c", [70_000, 71_000], [3.2, 3.3]), "--pairs", "--baseline", runs)
+
+
 def test_runs_that_do_not_count_are_named_and_no_record_is_made_without_a_word_on_them(tmp_path, root):
     runs = Path(write_runs(tmp_path / "runs", [80_000, 81_000, 82_000], [3.27, 3.28, 3.29]))
     for i in range(37):

@@ -24,6 +24,14 @@ def runs(folder, times, losses=LOSSES, **parts):
     )
 
 
+@pytest.mark.parametrize(
+    "p, text", [(0.00997, "0.00997"), (0.01, "0.01"), (0.0101, "0.01"), (0.0099999, "0.0099999"), (0.00994, "0.0099"), (2e-9, "2e-09")]
+)
+def test_a_p_value_is_told_on_its_side_of_the_threshold(p, text):
+    """0.00997 was "BELOW 3.28, p = 0.01", and so was 0.0101 "not shown to be"."""
+    assert verdict.figure(p) == text and (float(text) < t_tests.P) == (p < t_tests.P)
+
+
 def said(*compared, **options):
     return [row["verdict"] for row in verdict.compare([*compared], 3.28, **options)][1:]
 

@@ -194,6 +194,17 @@ def test_a_prompt_that_fills_the_model_is_refused_and_a_text_that_would_is_said_
     assert err == ("sample.py: writes 1 tokens, not 2: the model takes 384 in all\n" if length == 382 else "")
 
 
+def test_a_long_text_of_sample_is_told_before(logs, monkeypatch, capsys):
+    """3,000 tokens took minutes without a word."""
+    monkeypatch.setattr(sample, "LONG", 300)
+    monkeypatch.setattr(sample, "continue_text", lambda _, prompt, count, *__: [7] * count)
+    command = [f"{logs / 'run' / 'step_000008.pt'}", "x", f"--script={SCRIPT}"]
+    sample.main([*command, "--tokens=300"])
+    assert capsys.readouterr().err == ""
+    sample.main([*command, "--tokens=301"])
+    assert capsys.readouterr().err == "sample.py: 301 tokens, a forward pass each: the text comes at their end\n"
+
+
 def test_a_script_finds_the_modules_beside_it(logs, tmp_path):
     """As in the run that it trained: its own attention.py, and a helper that the project has not."""
     (tmp_path / "idea.py").write_text(f"import helper_of_the_idea\n{SCRIPT.read_text()}")
