@@ -1070,7 +1070,7 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "records/history.py": (
         ("the table counts runs without a partner", "records/history::test_a_run_without_a_partner_does_not_count_in_pairs",
-         "return paired_runs(*baseline, record.group)[1] if baseline else record.group", "return record.group"),
+         "return in_pairs(groups) if record.pairs else groups", "return groups"),
         ("a run without a partner is taken without a word", "records/history::test_a_run_without_a_partner_does_not_count_in_pairs",
          'if metadata.get("pairs") and of_baseline else', "if False else"),
         ("a record is made before the others' pages are looked at", "records/history::test_an_authors_own_text_stays",
@@ -1228,7 +1228,17 @@ CHANGES = {  # by file: what, tests, old, new
         ("a narrow terminal cuts figures", "records/compare::test_a_narrow_terminal_cuts_no_figure",
          "columns[:n], console) <= console.width), 0):", "columns[:n], console) <= 999), 0):"),
     ),
+    "records/plot.py": (
+        ("runs without a partner are drawn beside pairs", "records/plot::test_pairs_are_drawn_and_listed_without_runs_that_have_no_partner",
+         "groups = verdict.in_pairs(groups) if pairs else groups", "groups = [*groups]"),
+    ),
+    "records/compare.py": (
+        ("rules count seeds without a partner", "records/plot::test_pairs_are_drawn_and_listed_without_runs_that_have_no_partner",
+         "groups = verdict.in_pairs(groups) if options.pairs else groups", "groups = [*groups]"),
+    ),
     "records/verdict.py": (
+        ("the baseline's mean is of more runs than its pairs", "records/verdict::test_pairs_are_of_one_seed_and_tested_as_such",
+         "    groups = in_pairs(groups) if pairs else groups\n", ""),
         ("a p-value is rounded onto its threshold", "records/verdict::test_a_p_value_is_told_on_its_side_of_the_threshold",
          "(float(text) < t_tests.P) == (value < t_tests.P)", "True"),
         ("faster is slower", "records/verdict", 'words[difference > 0], f"by', 'words[difference < 0], f"by'),

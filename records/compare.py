@@ -29,6 +29,7 @@ __all__ = ["main", "mean", "report"]
 
 def report(groups: list[Group], target: float, console, pairs: bool = False) -> list[dict]:
     """The table and verdicts of groups, the first being the baseline, on a rich console; all figures."""
+    groups = verdict.in_pairs(groups) if pairs else groups
     rows = verdict.compare(groups, target, pairs)
     show.report(rows, groups, target, console)
     return rows
@@ -99,6 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         logs = [log.path for group in groups for log in group.logs]
         if options.plot and options.plot.exists() and any(map(options.plot.samefile, logs)):
             raise InputError(f"--plot={options.plot}: is one of the logs: name another file")
+        groups = verdict.in_pairs(groups) if options.pairs else groups  # of each figure, picture and rule
         if options.plot:  # before prints, as the reader of a pipe may have enough
             from plot import draw
 

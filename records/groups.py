@@ -24,6 +24,7 @@ class Group:
     runs: list[RunLog] = field(default_factory=list)
     aside: list[tuple[RunLog, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # of the choice of its logs
+    partners: list[RunLog] = field(default_factory=list)  # in pairs, the baseline's: that of run i
 
     @property
     def times(self) -> list[float]:

@@ -34,7 +34,7 @@ import tool
 from groups import BASELINE, Group, InputError, choose, figures, find_logs, folded, gather, on_several_machines, plural
 from runlog import RunLog, machines, read_log
 from tool import clean, markdown
-from verdict import paired_runs
+from verdict import in_pairs
 
 RECORDS = Path(__file__).resolve().parent
 TRACK, TARGET = "8 H100, loss 3.28", 3.28
@@ -121,10 +121,10 @@ def compared_with(record: Record, records: dict[str, Record]) -> list[Group]:
     return [records[record.baseline].group] if record.baseline else []
 
 
-def that_count(record: Record, records: dict[str, Record]) -> Group:
-    """The record's group, without runs that have no partner where it is compared in pairs. Raises InputError."""
-    baseline = compared_with(record, records) if record.pairs else []
-    return paired_runs(*baseline, record.group)[1] if baseline else record.group
+def compared(record: Record, records: dict[str, Record]) -> list[Group]:
+    """What its page compares: its baseline, if it has one, and its group; in pairs those with partners. Raises InputError."""
+    groups = [*compared_with(record, records), record.group]
+    return in_pairs(groups) if record.pairs else groups
 
 
 def table(records: dict[str, Record], here: str = "") -> str:
@@ -141,7 +141,7 @@ def table(records: dict[str, Record], here: str = "") -> str:
             "|---" * 7 + "|",
         ]
         for number, record in reversed([*enumerate(of_track, 1)]):
-            group = that_count(record, records)
+            group = compared(record, records)[-1]
             name, times, runs = f"{here}{record.folder.name}", group.times, group.runs
             log = quote(runs[0].path.as_posix().encode("utf-8", "surrogateescape"))
             cells = [
@@ -161,13 +161,13 @@ def page(record: Record, records: dict[str, Record]) -> str:
     """A record's own README.md: what it is, the comparison, how to have it again. Raises InputError, see written."""
     from rich.console import Console
 
-    groups = [*compared_with(record, records), record.group]
+    groups = compared(record, records)
     console = Console(file=io.StringIO(), width=1000, color_system=None, force_terminal=False, force_jupyter=False, emoji=False)
     compare.report(groups, record.target, console, record.pairs)
     text = "\n".join(line.rstrip() for line in console.file.getvalue().strip().splitlines())
     grid, _, rest = text.partition("\n\n")
     picture = "\n![losses and step times](comparison.png)\n" if (record.folder / "comparison.png").exists() else ""
-    run = record.group.runs[0]
+    run = groups[-1].runs[0]
     extract = shlex.join(["python", "records/extract.py", f"records/{record.folder.name}/{run.path}", "again"])
     again = shlex.join(["./run.sh", f"again/{run.script[0]}"])
     source = f"\nThe source:\n\n{tool.fenced(f'{clean(extract, one_line=True)}{chr(10)}{clean(again, one_line=True)}')}\n"
@@ -246,7 +246,7 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
         metadata = metadata | {"baseline": baseline}
     records = read_records(root)
     of_baseline = own or records[baseline].group if baseline else None
-    partners = paired_runs(of_baseline, group) if metadata.get("pairs") and of_baseline else (own, group)
+    partners = in_pairs([of_baseline, group]) if metadata.get("pairs") and of_baseline else [own, group]
     for what in partners[not own :]:
         if what.aside and not keep_aside:
             lines = "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in what.aside]))
@@ -308,7 +308,7 @@ def draw_pictures(record: Record, records: dict[str, Record]) -> list[Path]:
     """Draw its comparison.png and loss.png; their paths. Raises InputError."""
     from plot import draw, draw_loss
 
-    groups = [*compared_with(record, records), record.group]
+    groups = compared(record, records)
     paths = [record.folder / name for name in ("comparison.png", "loss.png")]
     draw(groups, record.target, str(paths[0]), record.pairs)
     draw_loss(groups, record.target, str(paths[1]))

@@ -26,6 +26,7 @@ def compare(groups: list[Group], target: float, pairs: bool = False) -> list[dic
     pairs: run i of each with run i of the baseline. p-values of several ideas are corrected by Holm's method: those of times,
     of losses and of times at equal loss each as one family. Raises InputError for runs that make no pairs.
     """
+    groups = in_pairs(groups) if pairs else groups
     rows = [own_figures(groups[0], target)]
     for group in groups[1:]:
         baseline, group = paired_runs(groups[0], group) if pairs else (groups[0], group)
@@ -93,12 +94,26 @@ def differences(baseline: Group, group: Group, pairs: bool) -> dict:
     }  # fmt: skip
 
 
+def in_pairs(groups: list[Group]) -> list[Group]:
+    """The groups with the runs that have a partner, the others set aside: what is shown or drawn of them beside figures of pairs.
+    Of the first, the baseline, those with a partner in any other. Raises InputError if a group has none."""
+    baseline, *others = groups
+    pairs = [paired_runs(baseline, group) for group in others]
+    with_partners = [run for before, _ in pairs for run in before.runs]
+    alone = [(run, reason) for before, _ in pairs[:1] for run, reason in before.aside[len(baseline.aside) :]]
+    kept = [run for run in baseline.runs if not pairs or any(run is other for other in with_partners)]
+    alone = [(run, reason) for run, reason in alone if all(run is not other for other in kept)]
+    return [dataclasses.replace(baseline, runs=kept, aside=baseline.aside + alone), *(after for _, after in pairs)]
+
+
 def paired_runs(a: Group, b: Group) -> tuple[Group, Group]:
     """The groups with the runs that have a partner, run i of each being a pair; the others set aside.
 
     Partners have the same seed, where the logs tell seeds and no two of a group are the same, else the same file name, with as
-    many folders before it as tell those of a group apart. Raises InputError if there are none.
+    many folders before it as tell those of a group apart. Those that in_pairs has found stay. Raises InputError if there are none.
     """
+    if b.partners:
+        return dataclasses.replace(a, runs=b.partners), b
 
     def by_seed(group: Group) -> dict[str, RunLog]:
         return {run.settings["seed"]: run for run in group.runs if "seed" in run.settings}
@@ -118,7 +133,7 @@ def paired_runs(a: Group, b: Group) -> tuple[Group, Group]:
         of_pairs = [runs[key] for key in shared]
         alone = [(run, f"no partner with its {what}") for run in group.runs if all(run is not other for other in of_pairs)]
         chosen.append(dataclasses.replace(group, runs=of_pairs, aside=group.aside + alone))
-    return chosen[0], chosen[1]
+    return chosen[0], dataclasses.replace(chosen[1], partners=chosen[0].runs)
 
 
 def why_times_do_not_compare(a: Group, b: Group, pairs: bool) -> str:

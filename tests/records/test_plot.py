@@ -9,6 +9,7 @@ pytest.importorskip("matplotlib", reason="pip install -r records/requirements.tx
 
 from made_logs import ENVIRONMENT, make_log, step_lines, write_runs
 
+import compare
 import plot
 import verdict
 from groups import gather_all
@@ -99,6 +100,20 @@ def folders(tmp_path):
         text = re.sub(rb"(?m)^step:\d+/\d+ train_time.*\n", b"", path.read_bytes())
         path.write_bytes(re.sub(rb" train_time:\S+ step_avg:\S+", b"", text))
     return found
+
+
+def test_pairs_are_drawn_and_listed_without_runs_that_have_no_partner(drawn, tmp_path, capsys):
+    """The picture had the mean of five beside the difference of four pairs, and the rules five seeds of four runs."""
+    a = write_runs(tmp_path / "a", [80_000, 81_000], [3.27, 3.28])
+    b = write_runs(tmp_path / "b", [70_000, 71_000, 90_000], [3.25, 3.26, 3.50])
+    panels, figure = drawn(gather_all([a, b]), 3.28, str(tmp_path / "out.png"), True)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a (2 runs)", "b (2 runs)"]
+    points = [[*line.get_xdata()] for line in panels["final time, s"].lines if line.get_marker() == "o"]
+    assert points == [[80.0, 81.0], [70.0, 71.0]]
+    compare.main([a, b, "--pairs", "--rules", "--plot", str(tmp_path / "pairs.png")])
+    said = capsys.readouterr().out
+    assert "Every run has its own seed: 0, 1\n" in said and "2 runs, 1 set aside" in said
+    assert (tmp_path / "pairs.png").read_bytes() == (tmp_path / "out.png").read_bytes()
 
 
 def test_final_figures_and_differences_are_the_verdicts(drawn, folders, tmp_path):
