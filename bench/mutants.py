@@ -746,6 +746,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a script without its ending is an unknown argument", "faults/start::test_a_script_named_without_its_ending_is_told",
+         'if given and not named and not given[0].startswith("-") and given[0]:', "if False:"),
         ("a resumption without its options is told of too few tokens alone",
          "faults/start::test_a_resumption_without_its_runs_options_is_told_of_them", "if not s.resume or not is_message", "if True or not is_message"),
         ("ranks get what the launcher's import has left", "faults/start::test_a_rank_gets_the_variables_that_the_user_has_given",
@@ -1047,6 +1049,8 @@ CHANGES = {  # by file: what, tests, old, new
          "gain = mean(told), mean(a.losses) - mean(b.losses)", "gain = mean(told), mean(b.losses) - mean(a.losses)"),
     ),
     "records/extract.py": (
+        ("files that a run read are not named", "faults/tools::test_files_that_the_run_read_and_no_log_holds_are_named",
+         "(?:^|, | then )((?:(?!", "(?:^)((?:(?!"),
         ("what is no source is taken out of a log", "records/extract::test_what_is_no_source_is_refused",
          'if not name.endswith(".py"):', "if None:"),
         ("a source's path may leave the folder", "records/extract",
@@ -1097,6 +1101,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if self.in_class or self.is_decorated:", "if self.is_decorated:"),
     ),
     "records/race.py": (
+        ("folders are made where a disk is not mounted", "records/race::test_a_link_to_a_disk_that_is_not_mounted_is_named",
+         'folder = Path(chosen.logs or ROOT / "logs"', 'folder = Path(os.path.realpath(chosen.logs or "") if chosen.logs else ROOT / "logs"'),
         ("another race takes the folder of one", "records/race::test_what_would_mix_two_races_is_refused",
          '            names |= {*names_of([Path(script) for script in before["scripts"]])}\n', ""),
         ("a killed race's run goes on", "records/race::test_kill_9_of_a_race_ends_its_run",
@@ -1237,6 +1243,8 @@ CHANGES = {  # by file: what, tests, old, new
          "groups = verdict.in_pairs(groups) if options.pairs else groups", "groups = [*groups]"),
     ),
     "records/verdict.py": (
+        ("a folder that all of a group lie in tells its runs apart", "records/verdict::test_pairs_are_of_one_seed_and_tested_as_such",
+         "(i for i in range(-8, -1) if differs(a, i) or differs(b, i))", "range(-8, -1)"),
         ("the baseline's mean is of more runs than its pairs", "records/verdict::test_pairs_are_of_one_seed_and_tested_as_such",
          "    groups = in_pairs(groups) if pairs else groups\n", ""),
         ("a p-value is rounded onto its threshold", "records/verdict::test_a_p_value_is_told_on_its_side_of_the_threshold",

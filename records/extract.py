@@ -4,6 +4,7 @@ python records/extract.py LOG FOLDER [--force]
 """
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -139,7 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     if others := strangers(options.folder, paths):
         some = ", ".join(others[:NAMED]) + f" and {len(others) - NAMED} more" * (len(others) > NAMED)
         print(f"not of this log, but there, and the script may import them: {tool.clean(some, one_line=True)}")
-    for problem in (log := read_log(options.log)).problems:
+    log = read_log(options.log)
+    if read := re.findall(r"(?:^|, | then )((?:(?!, | then ).)+?)='CRC-32 ", log.facts.get("read by its sources", "")):
+        print(f"read by the run, in no log, and to be put there: {tool.clean(', '.join(dict.fromkeys(read)), one_line=True)}")
+    for problem in log.problems:
         print(f"note: {tool.clean(problem, one_line=True)}")
     if resumed_with_changes(log):
         print("the run began with these sources; it was resumed with others: the log's header has the diff")

@@ -305,11 +305,13 @@ def main(argv: list[str] | None = None) -> None:
     if foreign := [script for script in scripts if script.suffix != ".py"]:
         parser.error(f"{foreign[0]}: no script: must end in .py")
     names = names_of(scripts)
-    folder = Path(os.path.realpath(chosen.logs or ROOT / "logs" / f"race-{names[0]}-{names[1]}"))
+    folder = Path(chosen.logs or ROOT / "logs" / f"race-{names[0]}-{names[1]}")
     try:
+        if not chosen.compare:
+            folder.mkdir(parents=True, exist_ok=True)  # not behind a link to a disk that is not mounted
+        folder = Path(os.path.realpath(folder))
         folders = [folder / name for name in names]
         if not chosen.compare:
-            folder.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as inside:
                 try:
                     inside.enter_context(tool.alone(folder, wait=False))

@@ -110,7 +110,8 @@ def paired_runs(a: Group, b: Group) -> tuple[Group, Group]:
     """The groups with the runs that have a partner, run i of each being a pair; the others set aside.
 
     Partners have the same seed, where the logs tell seeds and no two of a group are the same, else the same file name, with as
-    many folders before it as tell those of a group apart. Those that in_pairs has found stay. Raises InputError if there are none.
+    many folders before it as tell those of a group apart, but for folders that all of a group lie in. Those that in_pairs has
+    found stay. Raises InputError if there are none.
     """
     if b.partners:
         return dataclasses.replace(a, runs=b.partners), b
@@ -119,8 +120,12 @@ def paired_runs(a: Group, b: Group) -> tuple[Group, Group]:
         return {run.settings["seed"]: run for run in group.runs if "seed" in run.settings}
 
     def by_path(group: Group, count: int) -> dict[tuple[str, ...], RunLog]:
-        return {run.path.parts[-count:]: run for run in group.runs}
+        return {tuple(run.path.parts[i] for i in tells if -i <= min(count, len(run.path.parts))): run for run in group.runs}
 
+    def differs(group: Group, i: int) -> bool:
+        return len({run.path.parts[i] for run in group.runs if len(run.path.parts) >= -i}) > 1
+
+    tells = [*(i for i in range(-8, -1) if differs(a, i) or differs(b, i)), -1]  # of a path: the name, and some folders above it
     found, what = [by_seed(group) for group in (a, b)], "seed"
     if any(len(runs) < len(group.runs) for runs, group in zip(found, (a, b), strict=True)):
         depth = next((n for n in range(1, 9) if all(len(by_path(group, n)) == len(group.runs) for group in (a, b))), 1)

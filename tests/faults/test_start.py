@@ -762,6 +762,16 @@ def test_a_numpy_that_cannot_be_imported_is_named(tmp_path, by_path):
     assert (named if by_path else f"numpy: {why}{PYTHON} lacks a package, or has half of one: install it again") in done.stderr
 
 
+def test_a_script_named_without_its_ending_is_told(start, tmp_path, monkeypatch):
+    """`./run.sh ideas/idea`: an unrecognized argument."""
+    monkeypatch.chdir(tmp_path)
+    assert start("ideas/idea", "--seed=1") == (2, ["start.py: error: ideas/idea: a script's name ends in .py"], ())
+    Path("ideas").mkdir()
+    Path("ideas/idea.py").touch()
+    said = "start.py: error: ideas/idea: a script's name ends in .py: ./run.sh ideas/idea.py"
+    assert start("ideas/idea", "--seed=1") == (2, [said], ())
+
+
 @pytest.mark.parametrize("tool", ["sample.py x", "bench/resumes.py", "data/local_text.py", "records/history.py"])
 def test_a_tool_names_a_package_that_cannot_be_imported(tmp_path, tool):
     """A traceback of 20 lines."""

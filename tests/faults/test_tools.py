@@ -540,6 +540,14 @@ def test_files_that_are_not_of_the_log_are_named_when_a_folder_is_written_over(t
     assert "not of this log, but there, and the script may import them: data/old.py\n" in capsys.readouterr().out
 
 
+def test_files_that_the_run_read_and_no_log_holds_are_named(tmp_path, capsys):
+    """The extracted script ended in FileNotFoundError."""
+    read = "read by its sources: LR='2', config.json='CRC-32 0000000a', my own.toml='CRC-32 0000000b'"
+    (tmp_path / "log.txt").write_bytes(make_log(environment=ENVIRONMENT.replace("attention", f"{read}\nattention")))
+    extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again")])
+    assert "read by the run, in no log, and to be put there: config.json, my own.toml\n" in capsys.readouterr().out
+
+
 # -----------------------------------------------------------------------------
 # The packages
 

@@ -280,6 +280,14 @@ def test_a_file_in_the_folders_place_is_named(track, tmp_path):
         track()
 
 
+def test_a_link_to_a_disk_that_is_not_mounted_is_named(track, tmp_path):
+    """The folders of its mount point were made."""
+    (tmp_path / "logs").symlink_to(tmp_path / "disk" / "logs")
+    with pytest.raises(SystemExit, match="^race.py: error: .*/logs is no folder, or a link to one that is not there: give another --logs$"):
+        track()
+    assert not (tmp_path / "disk").exists()
+
+
 def test_two_races_in_one_folder_are_one_too_many(track, tmp_path):
     """Both wrote race.json; the second ended in the loss of its temporary file."""
     (tmp_path / "logs").mkdir()

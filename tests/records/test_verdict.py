@@ -309,6 +309,13 @@ def test_pairs_are_of_one_seed_and_tested_as_such(tmp_path):
     for run in (*a.runs, *b.runs):
         run.path = run.path.with_suffix("") / "log.txt"
     assert verdict.compare([a, b], 3.28, pairs=True)[1]["pairs"] == 4  # a folder for each
+    for group in (a, b):  # on two machines, seeds twice; MACHINE/SCRIPT/seed.txt
+        for i, run in enumerate(group.runs):
+            run.path = tmp_path / f"m{i // 3}" / group.name / f"seed{i % 3}.txt"
+    assert verdict.compare([a, b], 3.28, pairs=True)[1]["pairs"] == 4
+    assert [[x.path.parts[-3::2] for x in group.runs] for group in verdict.in_pairs([a, b])] == [[
+        ("m0", "seed0.txt"), ("m0", "seed1.txt"), ("m0", "seed2.txt"), ("m1", "seed0.txt")
+    ]] * 2  # fmt: skip
     for run in a.runs:
         run.path = run.path.with_name(f"a{run.path.name}")
     with pytest.raises(groups.InputError, match="no two runs have the same file name"):
