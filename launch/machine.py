@@ -148,8 +148,9 @@ def peak_memory(device: torch.device) -> str:
 
 def refuse_lack_of_memory(error: BaseException | None, ranks: Any) -> None:
     """Raise RunError for an error by which a rank's memory is too small: who holds it, and where the script asked for more."""
-    lack = isinstance(error, RuntimeError) and NO_MEMORY.search(f"{error}")
-    if not (lack or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+    lack = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    told = isinstance(error, RunError)  # with its own advice, as of a model that is too large
+    if told or not lack and not (isinstance(error, RuntimeError) and NO_MEMORY.search(f"{error}")):
         return
     said, advice = [], "more --micro_batches, or fewer RANKS, need less (docs/memory.md)"
     if ranks.device.type == "cuda":

@@ -272,9 +272,8 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     """The script, and the options after it: where the user stands, else in the project; if none is given, the project's own.
     Raises LaunchError."""
     named = bool(given) and given[0].endswith(".py") and not given[0].startswith("-")
-    if given and not named and not given[0].startswith("-") and given[0]:
-        meant = [f"{given[0]}.py" for folder in (Path.cwd(), ROOT) if (folder / f"{given[0]}.py").is_file()][:1]
-        raise LaunchError(f"{given[0]}: a script's name ends in .py{': ./run.sh ' * bool(meant)}{''.join(meant)}", 2)
+    if given and not named and any(os.path.isfile(folder / f"{given[0]}.py") for folder in (Path.cwd(), ROOT)):
+        raise LaunchError(f"{given[0]}: a script's name ends in .py: ./run.sh {given[0]}.py", 2)
     first, options = (given[0], given[1:]) if named else (f"{ROOT / 'train_gpt.py'}", given)
     other = os.environ.get("SCRIPT", "")
     if not named and other.endswith(".py") and Path(other).name != "train_gpt.py":  # the project's own would run in its place

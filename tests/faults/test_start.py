@@ -765,7 +765,8 @@ def test_a_numpy_that_cannot_be_imported_is_named(tmp_path, by_path):
 def test_a_script_named_without_its_ending_is_told(start, tmp_path, monkeypatch):
     """`./run.sh ideas/idea`: an unrecognized argument."""
     monkeypatch.chdir(tmp_path)
-    assert start("ideas/idea", "--seed=1") == (2, ["start.py: error: ideas/idea: a script's name ends in .py"], ())
+    code, lines, _ = start("save_evry=3", "--seed=1")  # an option without its --
+    assert code == 2 and lines[-1].endswith("unrecognized arguments: save_evry=3 (did you mean --save_every?)"), lines
     Path("ideas").mkdir()
     Path("ideas/idea.py").touch()
     said = "start.py: error: ideas/idea: a script's name ends in .py: ./run.sh ideas/idea.py"
