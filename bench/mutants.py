@@ -398,6 +398,10 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("another user's lock is found by a rank", "faults/running::test_another_users_lock_says_what_to_do",
+         "if not os.access(path, os.W_OK):", "if False:"),
+        ("another user's lock is not told of", "faults/running::test_another_users_lock_says_what_to_do",
+         "            if not path.exists():\n                raise\n", "            raise\n"),
         ("folders above one that a failure left stay",
          "data/shards::test_a_folder_that_a_failure_leaves_as_it_was_made_goes_and_one_that_waits_makes_its_own",
          "for at in made:", "for at in made[:1]:"),
@@ -1245,6 +1249,8 @@ CHANGES = {  # by file: what, tests, old, new
          "groups = verdict.in_pairs(groups) if options.pairs else groups", "groups = [*groups]"),
     ),
     "records/verdict.py": (
+        ("a mean of times is of those that are told", "records/verdict::test_a_mean_of_times_is_of_all_runs_or_none",
+         "mixed or len(group.times) < len(group.runs)", "mixed"),
         ("a folder that all of a group lie in tells its runs apart", "records/verdict::test_pairs_are_of_one_seed_and_tested_as_such",
          "(i for i in range(-8, -1) if differs(a, i) or differs(b, i))", "range(-8, -1)"),
         ("the baseline's mean is of more runs than its pairs", "records/verdict::test_pairs_are_of_one_seed_and_tested_as_such",

@@ -393,6 +393,7 @@ def open_lock(path: Path, mode: str = "ab") -> BinaryIO:
 
 
 UNDER_WAY = "run {} is under way in another process, which holds {}: wait for its end"
+FOREIGN = "{} may not be written, as that of another user's run that was killed: delete it, or give another --run_id"
 
 
 def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
@@ -407,6 +408,10 @@ def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
             file = open_lock(path)
         except FileNotFoundError:  # another run has just ended without a log, and deleted the folder
             continue
+        except PermissionError:
+            if not path.exists():
+                raise
+            raise ValueError(FOREIGN.format(path)) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -439,6 +444,8 @@ def check_free(path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(UNDER_WAY.format(path.stem, path)) from None
+        if not os.access(path, os.W_OK):
+            raise ValueError(FOREIGN.format(path))
 
 
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)  # by this process: the errors that say so
@@ -469,8 +476,8 @@ def unlock_run(file: BinaryIO) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes `folder` and keeps other tools out of it for the length of the block. Waits, with a message, for one inside.
-    A folder that an error leaves as it was made goes, with those above that were made for it. Raises DataError where something else is in its place, OSError where it
-    cannot be made."""
+    A folder that an error leaves as it was made goes, with those above that were made for it. Raises DataError where something
+    else is in its place, OSError where it cannot be made."""
     made = [at for at in (folder, *folder.parents) if not at.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

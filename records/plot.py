@@ -48,7 +48,7 @@ def draw(groups: list[Group], target: float, path: Path | str, pairs: bool = Fal
     panels["b"].set(xlabel="training time, s", title="validation loss against time", ylabel="")
     step_times(panels["c"], groups)
     finals(panels["d"], [group.losses for group in groups], "final loss", target)
-    times = [[] if row["several_machines"] else group.times for row, group in zip(rows, groups, strict=True)]
+    times = [[] if math.isnan(row["time_mean"]) else group.times for row, group in zip(rows, groups, strict=True)]
     finals(panels["f"], times, "final time, s")
     if len(groups) > 1:
         differences(panels["e"], rows, "loss", "Δ loss")

@@ -46,12 +46,13 @@ def compare(groups: list[Group], target: float, pairs: bool = False) -> list[dic
 def own_figures(group: Group, target: float) -> dict:
     """Those of one group."""
     mixed = on_several_machines(group.runs)
+    no_mean = mixed or len(group.times) < len(group.runs)  # of times
     return {
         "name": group.name,
         "runs": len(group.runs),
         "steps": group.runs[0].validations[-1][0],
-        "time_mean": math.nan if mixed else mean(group.times),
-        "time_sigma": math.nan if mixed else sigma(group.times),
+        "time_mean": math.nan if no_mean else mean(group.times),
+        "time_sigma": math.nan if no_mean else sigma(group.times),
         "loss_mean": mean(group.losses),
         "loss_sigma": sigma(group.losses),
         "loss_p_below_target": t_tests.p_below(group.losses, target),

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import gzip
 import inspect
 import io
@@ -36,7 +37,7 @@ from common import (
 )  # fmt: skip
 from data import loader, shards as shards_module
 from data.loader import FetchedAhead
-from data.shards import READERS, DataError, hold_shards, lock_run, open_lock, read_shard, without_readers, write_shard
+from data.shards import READERS, DataError, check_free, hold_shards, lock_run, open_lock, read_shard, without_readers, write_shard
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Log
 from launch.console import AgreedError, RunError, console
@@ -398,6 +399,24 @@ def test_a_fork_holds_no_lock(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("found_by", ["launcher", "rank"])
+def test_another_users_lock_says_what_to_do(tmp_path, monkeypatch, found_by):
+    """Left by a run that was killed, in a folder of both: "[Errno 13] Permission denied", by a rank alone."""
+    (path := tmp_path / "run.lock").touch()
+    if found_by == "launcher":
+        monkeypatch.setattr(os, "access", lambda place, mode: place != path)
+        look = check_free
+    else:
+        monkeypatch.setattr(shards_module, "open_lock", lambda path: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no", path)))
+        look = functools.partial(lock_run, tell=str)
+    with pytest.raises(ValueError, match="/run.lock may not be written, as that of another user's run that was killed: delete it, or"):
+        look(path)
+    path.unlink()
+    if found_by == "rank":  # the folder may not be written
+        with pytest.raises(PermissionError):
+            look(path)
 
 
 def test_a_folder_in_place_of_the_lock_is_named(shards, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Each verdict is what its figures prove: the sentences, what they may not say, and what is held against them."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -22,6 +23,16 @@ def runs(folder, times, losses=LOSSES, **parts):
     return groups.gather(
         folder.name, write_runs(folder, [1000 * time for time in times], losses[: len(times)], steps=50, **parts)
     )
+
+
+def test_a_mean_of_times_is_of_all_runs_or_none(tmp_path):
+    """It was that of the two of three that told theirs, beside a history that had none."""
+    group = runs(tmp_path / "a", [100, 101, 102])
+    assert verdict.own_figures(group, 3.28)["time_mean"] == 101
+    text = (tmp_path / "a" / "2.txt").read_bytes()
+    (tmp_path / "a" / "2.txt").write_bytes(re.sub(rb" train_time:\S+ step_avg:\S+", b"", text))
+    row = verdict.own_figures(groups.gather("a", str(tmp_path / "a")), 3.28)
+    assert row["runs"] == 3 and math.isnan(row["time_mean"]) and math.isnan(row["time_sigma"])
 
 
 @pytest.mark.parametrize(
