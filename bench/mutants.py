@@ -672,6 +672,8 @@ CHANGES = {  # by file: what, tests, old, new
          "    return attribute in SET_IN_EACH_STEP and", "    return False and"),
     ),
     "launch/sources.py": (
+        ("two files of one name are one", "runtime/sources::test_two_files_of_one_name_that_a_script_reads_are_told_apart",
+         "inside if times[inside] == 1 else", "inside if times[inside] else"),
         ("a resumption by other variables says nothing", "runtime/checkpoints::test_a_note_on_a_resumption_says_which_sources_have_changed",
          "if was.get(x) != now.get(x)]", "if False]"),
         ("a resumption is compared with a run's first variables", "runtime/checkpoints::test_a_note_on_a_resumption_says_which_sources_have_changed",
@@ -961,6 +963,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for x in {**first, **found} if", "for x in found if"),
     ),
     "runtime/run.py": (
+        ("a lost log hides a lost checkpoint", "faults/checkpoint_files::test_a_lost_log_hides_no_lost_checkpoint",
+         "filter(None, [cut, self.unsaved, lost])", "filter(None, [cut or self.unsaved, lost])"),
         ("a save needs packages that were there at the start", "faults/running::test_a_run_whose_packages_move_away_goes_on",
          "        pickle.loads(pickle.dumps(torch.zeros(1)))", "        pass"),
         ("memory that runs out is a traceback", "faults/running::test_a_rank_whose_memory_runs_out_says_where_and_what_needs_less",
@@ -1001,9 +1005,9 @@ CHANGES = {  # by file: what, tests, old, new
         ("saved one step late", "runtime/checkpoints",
          "(*range(every, last, every), last)", "(*range(every + 1, last, every), last)"),
         ("a failed last checkpoint is a good end", "runtime/trouble faults/checkpoint_files faults/running",
-         "if self.log.unwritten else self.unsaved", 'if self.log.unwritten else ""'),
+         "filter(None, [cut, self.unsaved, lost])", "filter(None, [cut, lost])"),
         ("ranks wait for the sample", "runtime/run::test_no_rank_waits_for_the_sample",
-         "        self.log.close()\n        lacks", "        self.ranks.gather(None)\n        self.log.close()\n        lacks"),
+         "        self.log.close()\n        cut", "        self.ranks.gather(None)\n        self.log.close()\n        cut"),
         ("the trace of a run that is through is not written",
          "faults/running::test_a_signal_in_the_sample_leaves_the_trace_and_the_logs_last_line",
          "= False, self.at_end()", '= False, ""'),
@@ -1056,7 +1060,7 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "records/extract.py": (
         ("files that a run read are not named", "faults/tools::test_files_that_the_run_read_and_no_log_holds_are_named",
-         "(?:^|, | then )((?:(?!", "(?:^)((?:(?!"),
+         "if read := files_read(", "if read := not files_read("),
         ("what is no source is taken out of a log", "records/extract::test_what_is_no_source_is_refused",
          'if not name.endswith(".py"):', "if None:"),
         ("a source's path may leave the folder", "records/extract",
@@ -1107,6 +1111,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if self.in_class or self.is_decorated:", "if self.is_decorated:"),
     ),
     "records/race.py": (
+        ("modules of this program hide a script's", "records/race::test_what_this_program_has_imported_hides_no_source_of_a_script",
+         'hidden = {name: sys.modules.pop(name) for name in own if', 'hidden = {name: sys.modules[name] for name in own if'),
         ("folders are made where a disk is not mounted", "records/race::test_a_link_to_a_disk_that_is_not_mounted_is_named",
          'folder = Path(chosen.logs or ROOT / "logs"', 'folder = Path(os.path.realpath(chosen.logs or "") if chosen.logs else ROOT / "logs"'),
         ("another race takes the folder of one", "records/race::test_what_would_mix_two_races_is_refused",
@@ -1249,6 +1255,8 @@ CHANGES = {  # by file: what, tests, old, new
          "groups = verdict.in_pairs(groups) if options.pairs else groups", "groups = [*groups]"),
     ),
     "records/verdict.py": (
+        ("source that changed after the step of --at is told", "records/compare::test_runs_that_went_on_with_changed_source_say_so",
+         "[run for run in resumed if resumed_with_changes(run)]", "[run for run in group.runs if resumed_with_changes(run)]"),
         ("a mean of times is of those that are told", "records/verdict::test_a_mean_of_times_is_of_all_runs_or_none",
          "mixed or len(group.times) < len(group.runs)", "mixed"),
         ("a folder that all of a group lie in tells its runs apart", "records/verdict::test_pairs_are_of_one_seed_and_tested_as_such",

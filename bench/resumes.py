@@ -2,7 +2,7 @@
 
     python bench/resumes.py                                   # train_gpt.py, 8 steps of the demo on the CPU
     python bench/resumes.py ideas/idea.py --steps=40          # an idea whose state changes late
-    python bench/resumes.py ideas/idea.py -- --model_dim=128  # options of the runs
+    python bench/resumes.py ideas/idea.py -- --block_size=64  # options of the runs
 
 Compared are the state in the last checkpoint, to the bit, and the validation losses. Of two steps in a row one is odd, and what
 comes round every third, say, is where it began after one of them at most. Exit code 1 if they differ, as where a script keeps

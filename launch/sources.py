@@ -8,6 +8,7 @@ import re
 import sys
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -130,7 +131,8 @@ class Sources:
 
     def read(self, settings: Any) -> dict[str, str]:
         """The CRC-32 of each file that the run has read by now, as its script's configuration, by its name: of those beside or
-        below the script, in the project, or with a relative name; not of sources, data, logs, checkpoints and packages."""
+        below the script, in the project, or with a relative name; of two of one name, as the script would call them. Not of
+        sources, data, logs, checkpoints and packages."""
         own = (getattr(settings, name, "") for name in ("data", "log_dir", "resume"))
         others = (sys.prefix, sys.base_prefix, *map(os.environ.get, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")))
         left, found = {Path(x).resolve() for x in (*own, *others) if x}, {}
@@ -145,8 +147,10 @@ class Sources:
                 if path.is_file():
                     with open(path, "rb") as file:
                         octets = file.read(READ_OF_A_FILE)
-                    found[f"{inside}".encode("unicode_escape").decode()] = f"CRC-32 {zlib.crc32(octets):08x}"
-        return found
+                    found[path] = f"{inside}", f"CRC-32 {zlib.crc32(octets):08x}"
+        times = Counter(inside for inside, _ in found.values())  # one beside the script, and one of its name in the project, say
+        from_script = lambda path, inside: inside if times[inside] == 1 else os.path.relpath(path, self.path.parent)
+        return {from_script(path, name).encode("unicode_escape").decode(): text for path, (name, text) in found.items()}
 
     def keep_folder(self, settings: Any) -> None:
         """From here on os.chdir is refused in this process, until its Signals end, if the run's data or logs are relative paths."""

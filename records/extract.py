@@ -122,6 +122,12 @@ def check_folder(folder: Path, names: dict[str, bytes], force: bool) -> None:
         raise ExtractError(f"{there}: choose another folder, or --force to overwrite")
 
 
+def files_read(fact: str) -> list[str]:
+    """The files among what a log's sources have read, variables and files: A='1', a file='CRC-32 0000000a', …"""
+    parts = re.split(r"='CRC-32 [\da-f]{8}'(?:, | then |$)", fact)[:-1]
+    return [*dict.fromkeys(re.sub(r"^(?:\w+='[^']*'(?:, | then )|none then )*", "", part) for part in parts)]
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command line. Raises SystemExit with code 1 after a message if the sources cannot be written."""
     parser = tool.Parser("extract.py", __doc__)
@@ -141,8 +147,9 @@ def main(argv: list[str] | None = None) -> None:
         some = ", ".join(others[:NAMED]) + f" and {len(others) - NAMED} more" * (len(others) > NAMED)
         print(f"not of this log, but there, and the script may import them: {tool.clean(some, one_line=True)}")
     log = read_log(options.log)
-    if read := re.findall(r"(?:^|, | then )((?:(?!, | then ).)+?)='CRC-32 ", log.facts.get("read by its sources", "")):
-        print(f"read by the run, in no log, and to be put there: {tool.clean(', '.join(dict.fromkeys(read)), one_line=True)}")
+    if read := files_read(log.facts.get("read by its sources", "")):
+        where = f"if the script looks for them in its folder, they belong in {paths[0].parent}"
+        print(tool.clean(f"no log holds what the run has read, {', '.join(read)}: {where}", one_line=True))
     for problem in log.problems:
         print(f"note: {tool.clean(problem, one_line=True)}")
     if resumed_with_changes(log):

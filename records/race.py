@@ -68,10 +68,16 @@ def names_of(scripts: list[Path]) -> list[str]:
 @functools.cache  # what names more has changed, and ends the race
 def named_by(script: Path) -> frozenset[Path]:
     """The files that the script's import statements name, and theirs: also in packages below its folder."""
-    found = Sources(script)
-    with contextlib.suppress(ValueError):  # a log could not hold them: the run says so
-        found.imported()
-    return frozenset(path for path in found.named if not path.is_relative_to(ROOT / "records"))  # this process's own
+    found, folders = Sources(script), {ROOT, script.parent}
+    origins = {name: getattr(getattr(module, "__spec__", None), "origin", None) for name, module in [*sys.modules.items()]}
+    own = {name for name, path in origins.items() if path and any(Path(path).is_relative_to(folder) for folder in folders)}
+    hidden = {name: sys.modules.pop(name) for name in own if "site-packages" not in origins[name]}  # a run finds its own
+    try:
+        with contextlib.suppress(ValueError):  # a log could not hold them: the run says so
+            found.imported()
+    finally:
+        sys.modules.update(hidden)
+    return frozenset(found.named)
 
 
 def sources(scripts: list[Path]) -> dict[str, str]:

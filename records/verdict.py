@@ -178,10 +178,11 @@ def cautions(group: Group) -> list[str]:
                      f"they are not independent")  # fmt: skip
     if len(products := {run.facts.get("products") for run in group.runs} - {None}) > 1:
         found.append(f"runs of {group.name} multiplied otherwise, as on CPUs of other kinds ({'; '.join(sorted(products))})")
-    if resumed := [run for run in group.runs if any(step < (run.total or math.inf) for step in resumed_at(run))]:
+    resumed = [run for run in group.runs if any(step < (run.total or math.inf) for step in resumed_at(run))]  # not after --at
+    if resumed:
         found.append(f"{plural(len(resumed), 'run')} of {group.name} went on from a checkpoint: the first steps after it "
                      f"count in its time")  # fmt: skip
-    if changed := [run for run in group.runs if resumed_with_changes(run)]:
+    if changed := [run for run in resumed if resumed_with_changes(run)]:
         found.append(f"{plural(len(changed), 'run')} of {group.name} went on with changed source: the first steps are not "
                      f"its own")  # fmt: skip
     return found

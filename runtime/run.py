@@ -237,9 +237,9 @@ class Run:
             except Exception as error:  # the run is through: a shard or an encoding that has gone meanwhile ends no good run
                 self.log.write(f"no sample: {type(error).__name__}: {error}")
         self.log.close()
-        lacks = f"{self.log.path} lacks its last lines" if self.log.unwritten else self.unsaved
-        if lacks or lost:
-            raise RunError(f"all steps are done, but {' and '.join(filter(None, [lacks, lost]))}")
+        cut = f"{self.log.path} lacks its last lines" * bool(self.log.unwritten)
+        if lacks := " and ".join(filter(None, [cut, self.unsaved, lost])):
+            raise RunError(f"all steps are done, but {lacks}")
 
 
 def saved_steps(settings: Any, first: int) -> set[int]:

@@ -15,7 +15,7 @@ from common import ends_with, exit_code, forked, lines_of, options, text_of, une
 from launch.sources import check_unused
 from runtime import checkpoints
 from runtime.checkpoints import CheckpointError, find_checkpoint, read_checkpoint, write_checkpoint
-from runtime.log import RULE, same_run
+from runtime.log import RULE, Log, same_run
 from runtime.options import is_plain_name
 from runtime.run import Run
 from train_gpt import TrainingManager, main
@@ -472,6 +472,18 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(shards, tmp_path, m
     ends_with(capsys, options(shards, tmp_path, save_every=3), message, code=1)
     lines = lines_of(tmp_path / "logs" / "run.txt")
     assert "\nno checkpoint of step 8: " in lines and "\nstep:8/8 val_loss" in lines and "\npeak memory" in lines
+
+
+def test_a_lost_log_hides_no_lost_checkpoint(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """As of one full disk: the message told of the log alone."""
+    folder = tmp_path / "logs" / "run"
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    at_step(monkeypatch, 6, lambda: (shutil.rmtree(folder), folder.touch(), monkeypatch.setattr(Log, "_put", full)))
+    message = r"all steps are done, but .*/run.txt lacks its last lines and no checkpoint of step 8: .*: File exists\n"
+    ends_with(capsys, options(shards, tmp_path, save_every=3), message, code=1)
 
 
 # -----------------------------------------------------------------------------

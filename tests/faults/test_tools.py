@@ -542,10 +542,13 @@ def test_files_that_are_not_of_the_log_are_named_when_a_folder_is_written_over(t
 
 def test_files_that_the_run_read_and_no_log_holds_are_named(tmp_path, capsys):
     """The extracted script ended in FileNotFoundError."""
-    read = "read by its sources: LR='2', config.json='CRC-32 0000000a', my own.toml='CRC-32 0000000b'"
-    (tmp_path / "log.txt").write_bytes(make_log(environment=ENVIRONMENT.replace("attention", f"{read}\nattention")))
+    read = "read by its sources: B='x', LR='2', config.json='CRC-32 0000000a', my own, old.toml='CRC-32 0000000b'"
+    sources = {"ideas/idea.py": b"import torch\n"}
+    environment = ENVIRONMENT.replace("attention", f"{read}\nattention")
+    (tmp_path / "log.txt").write_bytes(make_log(sources, environment))
     extract.main([str(tmp_path / "log.txt"), str(tmp_path / "again")])
-    assert "read by the run, in no log, and to be put there: config.json, my own.toml\n" in capsys.readouterr().out
+    where = f"if the script looks for them in its folder, they belong in {tmp_path}/again/ideas"
+    assert f"no log holds what the run has read, config.json, my own, old.toml: {where}\n" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------

@@ -560,6 +560,9 @@ def test_runs_that_went_on_with_changed_source_say_so(tmp_path, capsys):
     assert f"{folders[1]}/0.txt: resumed with changed source\n--- train_gpt.py, before\n" in out and "\n+x = 2\n" in out
     compare.main(folders[::-1])
     assert "a changes: b was resumed with changed source, 2 lines of difference" in capsys.readouterr().out
+    for at in (8, 4):  # all steps up to 4 were the first source's
+        compare.main([*folders, f"--at={at}"])
+        assert ("went on with changed source" in capsys.readouterr().out) == (at == 8)
 
 
 def test_the_snippet_runs_and_prints_its_own_comments(two_groups, capsys):

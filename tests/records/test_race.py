@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,6 +346,22 @@ def test_a_module_of_a_tools_name_is_watched_with_what_it_imports(tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
     watched = [path for path in race.sources([tmp_path / "idea.py"]) if path.startswith(f"{tmp_path}")]
     assert watched == [f"{tmp_path}/{name}.py" for name in ("idea", "own", "runtime/__init__", "tool")]
+
+
+def test_what_this_program_has_imported_hides_no_source_of_a_script(tmp_path):
+    """Of a record's sources, as extract.py writes them, launch/ and runtime/ were not watched: whole runs were made in vain."""
+    for folder in ("launch", "runtime", "data"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("local", "fineweb*", "__pycache__"))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "groups" / "__init__.py").touch()
+    (tmp_path / "groups" / "core.py").write_text("K = 1\n")  # a name of records/, which this process has imported
+    (tmp_path / "idea.py").write_text("import train_gpt\nfrom groups.core import K\n")
+    before = {*sys.modules}
+    watched = {path.removeprefix(f"{tmp_path}/") for path in race.sources([tmp_path / "idea.py"]) if path.startswith(f"{tmp_path}/")}
+    assert watched >= {"launch/machine.py", "launch/console.py", "runtime/run.py", "runtime/ranks.py", "data/loader.py", "groups/core.py"}
+    assert before <= {*sys.modules}
 
 
 @pytest.mark.parametrize(

@@ -627,6 +627,22 @@ def test_the_files_that_a_script_reads_are_told_by_their_checksums(tmp_path, mon
     assert json.loads(facts)[-2] == "more" and ast.literal_eval(later) == {name: told[name] for name in told if name != "gone"}
 
 
+def test_two_files_of_one_name_that_a_script_reads_are_told_apart(tmp_path):
+    """One beside it, and one where it was started: of two learning rates in the latter the runs shared a mean."""
+    folder, stands = tmp_path / "own", tmp_path / "stands"
+    for path in (folder / "config.json", stands / "config.json", folder / "b" / "c.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{path.parent.name}")
+    names = [f"{folder / 'config.json'}", "config.json", f"{folder / 'b' / 'c.json'}"]
+    script = READS.format(root=f"{ROOT}", names=names, folder=f"{folder}", shards=f"{folder / 'shards'}")
+    (folder / "idea.py").write_text(script + "print(sources.read(settings))\n")
+    done = run_fresh([sys.executable, folder / "idea.py"], cwd=stands, timeout=60)
+    assert done.returncode == 0, done.stderr
+    crc = lambda name: f"CRC-32 {zlib.crc32(name.encode()):08x}"
+    told = {"config.json": crc("own"), "../stands/config.json": crc("stands"), "b/c.json": crc("b")}
+    assert ast.literal_eval(done.stdout.splitlines()[-1]) == told
+
+
 MOVES = """
 import os, sys, types
 sys.path.insert(0, {root!r})
