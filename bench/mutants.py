@@ -1047,6 +1047,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if diff := resumed_with_changes(log).splitlines():", "if diff := []:"),
     ),
     "records/curves.py": (
+        ("the first step counts where a validation is before it", "records/curves::test_the_first_step_counts_with_or_without_a_validation_before_it",
+         "return {0: 0.0} | run.times if 1 in run.times and not run.restart else run.times", "return run.times"),
         ("a loss worth more steps than a run has is tested", "records/curves::test_a_loss_that_is_worth_too_many_steps_has_no_test",
          "if comparable and not far and", "if comparable and"),
         ("a stage's end by place is not read", "records/plot::test_stages_begin_where_the_one_before_ends",

@@ -37,10 +37,16 @@ def parts(run: RunLog) -> list[tuple[str, float, float]]:
 
 def pace(run: RunLog, start: float, end: float) -> float | None:
     """Milliseconds a step from the first logged time from step `start` on, to the last up to `end`; None: not told."""
-    steps = [step for step, time in run.times.items() if start <= step <= end and math.isfinite(time)]
+    times = times_from_0(run)
+    steps = [step for step, time in times.items() if start <= step <= end and math.isfinite(time)]
     if not steps or min(steps) == max(steps):
         return None
-    return (run.times[max(steps)] - run.times[min(steps)]) / (max(steps) - min(steps))
+    return (times[max(steps)] - times[min(steps)]) / (max(steps) - min(steps))
+
+
+def times_from_0(run: RunLog) -> dict[int, float]:
+    """Its times, with step 0's, which a log without a validation there does not tell: the first step's time is its own."""
+    return {0: 0.0} | run.times if 1 in run.times and not run.restart else run.times
 
 
 def paces(a: Group, b: Group, pairs: bool) -> list[Pace]:

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 import t_tests
 import verdict
-from curves import stages
+from curves import stages, times_from_0
 from data.shards import whole_file
 from groups import Group
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -150,7 +150,7 @@ def step_times(axes, groups: list[Group]) -> None:
     """Milliseconds a step, the mean of a group's runs in bins of steps, with the baseline's stages where its log tells them."""
     drawn = False
     for group, style in styles(groups):
-        lines = [sorted((({} if run.restart else {0: 0.0}) | run.times).items()) for run in group.runs if len(run.times) > 1]
+        lines = [sorted(times_from_0(run).items()) for run in group.runs if len(run.times) > 1]
         if not lines:
             continue
         first, last = max(line[0][0] for line in lines), min(line[-1][0] for line in lines)

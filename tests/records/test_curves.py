@@ -1,6 +1,7 @@
 """A loss gain in steps and seconds, and step times by stage, are a hand's calculation from the logs' lines."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -179,6 +180,16 @@ def test_milliseconds_a_step_by_stage(tmp_path):
         "second third",
         "last third",
     ]
+
+
+def test_the_first_step_counts_with_or_without_a_validation_before_it():
+    """Of the same times, the arm without --val_every had 12 ms a step more."""
+    lines = step_lines(8, 10.0).splitlines(keepends=True)
+    slow = [re.sub(r"train_time:(\d+)ms", lambda found: f"train_time:{int(found[1]) + 90 * (not line.startswith('step:0'))}ms", line) for line in lines]
+    with_it, without = (parse_log(make_log(lines="".join(some))) for some in (slow, [x for x in slow if not x.startswith("step:0")]))
+    assert 0 in with_it.times and 0 not in without.times
+    for start, end in ((0, 8), (0, 4)):
+        assert curves.pace(with_it, start, end) == curves.pace(without, start, end) == (10 * end + 90) / end
 
 
 def test_steps_without_times_are_passed_over(tmp_path):
