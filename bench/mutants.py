@@ -560,6 +560,8 @@ CHANGES = {  # by file: what, tests, old, new
          "SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)", "SIGNALS = (signal.SIGINT, signal.SIGTERM)"),
     ),
     "launch/machine.py": (
+        ("a run on half of the cores is one on the same machine", "runtime/machine::test_the_cores_that_a_run_may_not_use_are_told",
+         '(own := allowed_cores()) == os.cpu_count() else', "(own := allowed_cores()) else"),
         ("a model that is too large is told to take more micro-batches", "runtime/options::test_a_bad_option_is_named",
          "if told or not lack", "if not lack"),
         ("memory that NCCL lacks is a question whether all ranks are there", "runtime/joining::test_a_gpu_that_a_rank_cannot_have_is_named",

@@ -63,7 +63,8 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
     name = re.search(r"^model name\s*: (.+)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
     cpu = name[1] if name else platform.processor() or "unknown"
     host = f"host: {zlib.crc32(encoded(platform.node())):08x}, a CRC-32 of its name"  # GPUs have ids
-    devices = [host, f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"]
+    cores = f"{os.cpu_count()}" if (own := allowed_cores()) == os.cpu_count() else f"{own} of {os.cpu_count()}"
+    devices = [host, f"cpu: {cpu}, {cores} cores, {torch.get_num_threads()} threads a rank"]
     if device.type == "cuda":
         devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]
     versions = f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__ if triton else 'none'}"
@@ -90,10 +91,14 @@ def is_logged(name: str, value: str) -> bool:  # none that launchers set, and no
     return not (LAUNCHERS.fullmatch(name) or named or WORDS.search(upper) or SECRET.search(value))
 
 
+def allowed_cores() -> int:
+    """Those that this process may use, as taskset or a container's set says, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_cores() -> int:
-    """Those that this process may use, where the system says; no more than OpenMP may have threads, or products would be wrong."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, threads_at_most() or cores)
+    """The same; no more than OpenMP may have threads, or products would be wrong."""
+    return min(allowed_cores(), threads_at_most() or allowed_cores())
 
 
 def seed_random(*numbers: int) -> None:

@@ -258,9 +258,9 @@ def test_what_the_log_tells_of_a_machine():
     log = parse_log(make_log(environment=own.replace("major=9)", "major=9, uuid=cd-2)")))
     assert machines(log)[0]["GPU ids"] == "ab-1, cd-2" and f"{started(log)}" == "2026-01-06 07:08:09"
     cpu = parse_log(
-        make_log(environment="Python 3\nLinux-6, 2 ranks\ncpu: Intel(R) X, 2 cores, 1 threads a rank\nSCRIPT S(seed=0)")
+        make_log(environment="Python 3\nLinux-6, 2 ranks\ncpu: Intel(R) X, 1 of 2 cores, 1 threads a rank\nSCRIPT S(seed=0)")
     )
-    assert machines(cpu) == [{"kernel": "Linux-6", "CPU": "Intel(R) X, 2 cores, 1 threads a rank", "ranks": "2"}]
+    assert machines(cpu) == [{"kernel": "Linux-6", "CPU": "Intel(R) X, 1 of 2 cores, 1 threads a rank", "ranks": "2"}]
     assert started(cpu) is None
 
 

@@ -70,6 +70,15 @@ def test_a_rank_asks_for_no_more_threads_than_openmp_may_have(monkeypatch):
         assert usable_cores() == cores
 
 
+def test_the_cores_that_a_run_may_not_use_are_told(monkeypatch):
+    """Under taskset, or in a container's set, it was the same machine, and "FASTER" beside runs there."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for allowed, told in ((8, ", 8 cores, "), (3, ", 3 of 8 cores, ")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(allowed)})
+        (line,) = [line for line in machine_facts(torch.device("cpu"), 1) if line.startswith("cpu: ")]
+        assert told in line
+
+
 def test_variables_that_make_a_run_slower_are_told(monkeypatch):
     """DETAIL checks every collective: a third of a small step, which compare.py laid to nothing."""
     given = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_WAIT_POLICY": "active", "GLOO_SOCKET_IFNAME": "eth0", "KMP_BLOCKTIME": "0",
