@@ -57,7 +57,7 @@ except ImportError as problem:
             sys.exit(f"sample.py: error: {fault}: run it by one that has it, as .venv/bin/python of the project")
         command = [f"{root}/launch/environment.py", "--for=sample.py", f"{root}/requirements.txt", "--then", *sys.argv]
         os.execv(sys.executable, [sys.executable, *command])
-    if launcher and (fault := runpy.run_path(f"{root}/launch/environment.py")["import_fault"](problem)):
+    if launcher and (fault := runpy.run_path(f"{root}/launch/environment.py")["package_fault"](problem)):
         sys.exit(f"sample.py: error: {fault}")
     if __name__ != "__main__" or sys.path[0] == str(Path(__file__).resolve().parent):
         raise

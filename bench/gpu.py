@@ -540,9 +540,9 @@ def saved_bytes(h, tokens: int) -> int:
     return sum(storages.values())
 
 
-def _peaks(h, *sizes: int) -> list[int]:
-    """Bytes above what is allocated before it, of a training and of a validation pass of so many tokens; the second, once it
-    is compiled."""
+def _peaks(h, trained: int, validated: int) -> list[int]:
+    """Bytes above what is allocated before it, of a training and of a validation pass of so many tokens; of the second each,
+    once it is compiled."""
     import torch
 
     import train_gpt as tg
@@ -554,7 +554,7 @@ def _peaks(h, *sizes: int) -> list[int]:
     manager.max_val_doc_len = h.max_doc_len
     net = manager.model
     manager.advance_schedule(h.num_scheduled_iterations - 1)
-    for training, tokens in zip((True, False), sizes, strict=True):
+    for training, tokens in ((True, trained), (False, validated)):
         net.train(training)
         for _ in range(2):
             net.zero_grad(set_to_none=False)

@@ -398,7 +398,7 @@ FOREIGN = "{} may not be written, as that of another user's run that was killed:
 
 def lock_run(path: Path, tell: Callable[[str], None]) -> BinaryIO:
     """The file at path, locked until it is closed or the process ends; its folders are made. Raises ValueError if another process
-    has it."""
+    has it, or it is another user's."""
     made = [folder for folder in path.parents if not folder.exists()]
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -438,7 +438,8 @@ def keep_lock(file: BinaryIO) -> BinaryIO:
 
 
 def check_free(path: Path) -> None:
-    """Raise ValueError if another process has the run's lock at path: lock_run's message, where none is to be held yet."""
+    """Raise ValueError if another process has the run's lock at path, or another user left it: lock_run's messages, where none is
+    to be held yet."""
     with contextlib.suppress(OSError), open_at_once(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -302,11 +302,11 @@ def ended_by_signals():
 
 def go_on(requirements, *modules):
     """For a tool, before its imports: starts it again in the interpreter that has the packages of this file, if this one lacks
-    a module of these, or, if none is named, a package. Ctrl-C then ends the tool at once, until it says otherwise. Raises
-    SystemExit."""
+    a module of these, or, if none is named, a package. Ctrl-C then ends the tool at once, until it says otherwise, and a package
+    that cannot be imported is one line. Raises SystemExit."""
     global PROGRAM
     interrupt_quietly()
-    sys.excepthook = tell_import_fault
+    sys.excepthook = tell_package_fault
     if modules and all(map(importlib.util.find_spec, modules)):
         return
     PROGRAM = os.path.basename(sys.argv[0])
@@ -329,7 +329,7 @@ def broken_package(name, error):
     return "{}: {}: {} lacks a package, or has half of one: install it again".format(name, why, sys.executable)
 
 
-def import_fault(error):
+def package_fault(error):
     """What to say of an ImportError out of a package, which is broken then; empty of one of ours."""
     trace, package = error.__traceback__, ""
     named = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
@@ -342,9 +342,9 @@ def import_fault(error):
     return broken_package(package, error) if package else ""
 
 
-def tell_import_fault(kind, error, trace):
+def tell_package_fault(kind, error, trace):
     """An excepthook: one line for a package that is there and cannot be imported."""
-    fault = import_fault(error) if issubclass(kind, ImportError) else ""
+    fault = package_fault(error) if issubclass(kind, ImportError) else ""
     if not fault:
         return sys.__excepthook__(kind, error, trace)
     sys.stderr.write("{}: error: {}\n".format(os.path.basename(sys.argv[0]), fault))

@@ -153,28 +153,35 @@ def peak_memory(device: torch.device) -> str:
 
 def refuse_lack_of_memory(error: BaseException | None, ranks: Any) -> None:
     """Raise RunError for an error by which a rank's memory is too small: who holds it, and where the script asked for more."""
-    lack = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    told = isinstance(error, RunError)  # with its own advice, as of a model that is too large
-    if told or not lack and not (isinstance(error, RuntimeError) and NO_MEMORY.search(f"{error}")):
+    if not is_lack_of_memory(error):
         return
-    said, advice = [], "more --micro_batches, or fewer RANKS, need less (docs/memory.md)"
+    held, advice = "", "more --micro_batches, or fewer RANKS, need less (docs/memory.md)"
     if ranks.device.type == "cuda":
-        where, advice = f"GPU {ranks.device.index}", "more --micro_batches need less (docs/memory.md)"
-        try:
-            free, total = torch.cuda.mem_get_info(ranks.device)
-            own = torch.cuda.memory_reserved(ranks.device)
-            other = total - free - own
-            total, own, rest = (f"{x / 2**30:.1f}" for x in (total, own, other))
-            said, full = [f"of {where}'s {total} GiB it holds {own}, all else {rest}"], other > 4 << 30
-        except RuntimeError:
-            said, full = [f"{where} has no room for it at all"], True
-        advice = f"nvidia-smi shows who holds the rest; {advice}" if full else advice
+        held, advice = held_of_gpu(ranks.device), "nvidia-smi shows whose, more --micro_batches need less (docs/memory.md)"
     folders = {Path(__file__).parent.parent, Path(getattr(sys.modules["__main__"], "__file__", None) or ".").resolve().parent}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent in folders]
     asked = ASKED.search(f"{error}")
     more = f"{asked[1] or f'{int(asked[2]) / 2**30:.1f} GiB'} more are asked for" if asked else "it ran out"
-    said += [f"{more} in {x.name}, {Path(x.filename).name}:{x.lineno}" for x in frames[-1:]]
-    raise RunError(f"rank {ranks.rank} is out of memory: {'; '.join([*said, advice])}") from error
+    place = "".join(f"{more} in {x.name}, {Path(x.filename).name}:{x.lineno}" for x in frames[-1:])
+    raise RunError(f"rank {ranks.rank} is out of memory: {'; '.join(filter(None, [held, place, advice]))}") from error
+
+
+def is_lack_of_memory(error: BaseException | None) -> bool:
+    """By its type or its words; no message of ours, which has its own advice, as of a model that is too large."""
+    if isinstance(error, RunError):
+        return False
+    told = isinstance(error, RuntimeError) and NO_MEMORY.search(f"{error}")
+    return bool(told) or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def held_of_gpu(device: torch.device) -> str:
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # a GPU without room for a context
+        return f"GPU {device.index} has no room for it at all"
+    own = torch.cuda.memory_reserved(device)
+    whole, mine, rest = (f"{x / 2**30:.1f}" for x in (total, own, total - free - own))
+    return f"of GPU {device.index}'s {whole} GiB it holds {mine}, all else {rest}"
 
 
 def cannot_join(error: Exception, ranks: Any) -> RunError:

@@ -28,8 +28,7 @@ __all__ = ["main", "mean", "report"]
 
 
 def report(groups: list[Group], target: float, console, pairs: bool = False) -> list[dict]:
-    """The table and verdicts of groups, the first being the baseline, on a rich console; all figures."""
-    groups = verdict.in_pairs(groups) if pairs else groups
+    """The table and verdicts of groups, the first being the baseline, on a rich console; all figures. pairs: verdict.compare's."""
     rows = verdict.compare(groups, target, pairs)
     show.report(rows, groups, target, console)
     return rows

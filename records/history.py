@@ -246,8 +246,8 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
         metadata = metadata | {"baseline": baseline}
     records = read_records(root)
     of_baseline = own or records[baseline].group if baseline else None
-    partners = in_pairs([of_baseline, group]) if metadata.get("pairs") and of_baseline else [own, group]
-    for what in partners[not own :]:
+    both = in_pairs([of_baseline, group]) if metadata.get("pairs") and of_baseline else [own, group]
+    for what in both if own else both[1:]:  # another record's logs stay its own
         if what.aside and not keep_aside:
             lines = "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in what.aside]))
             raise InputError(

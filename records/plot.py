@@ -34,10 +34,9 @@ def draw(groups: list[Group], target: float, path: Path | str, pairs: bool = Fal
     """The groups, the first being the baseline, into an image at `path`.
 
     Above: losses against step and time, step times. Below, a line a group: final losses and times, and, of several groups,
-    their differences from the baseline with the intervals of the verdict's tests; pairs: of the paired ones.
+    their differences from the baseline with the intervals of the verdict's tests; pairs: of the paired ones, of groups in_pairs.
     Raises OSError if it cannot be written, ValueError for a kind of image that is not known.
     """
-    groups = verdict.in_pairs(groups) if pairs else groups
     rows = verdict.compare(groups, target, pairs)
     below = "ddeeffgg" if len(groups) > 1 else "ddddffff"
     heights = (4.2, 1.3 + 0.34 * len(groups))

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
@@ -68,16 +69,22 @@ def names_of(scripts: list[Path]) -> list[str]:
 @functools.cache  # what names more has changed, and ends the race
 def named_by(script: Path) -> frozenset[Path]:
     """The files that the script's import statements name, and theirs: also in packages below its folder."""
-    found, folders = Sources(script), {ROOT, script.parent}
-    origins = {name: getattr(getattr(module, "__spec__", None), "origin", None) for name, module in [*sys.modules.items()]}
-    own = {name for name, path in origins.items() if path and any(Path(path).is_relative_to(folder) for folder in folders)}
-    hidden = {name: sys.modules.pop(name) for name in own if "site-packages" not in origins[name]}  # a run finds its own
+    found = Sources(script)
+    with without_own_modules(), contextlib.suppress(ValueError):  # a log could not hold them: the run says so
+        found.imported()
+    return frozenset(found.named)
+
+
+@contextlib.contextmanager
+def without_own_modules() -> Iterator[None]:
+    """This process has imported none of the project for the length of the block: a run may find others of these names."""
+    origins = {name: f"{getattr(getattr(module, '__spec__', None), 'origin', None)}" for name, module in sys.modules.items()}
+    own = [name for name, file in origins.items() if Path(file).is_relative_to(ROOT) and "site-packages" not in file]
+    hidden = {name: sys.modules.pop(name) for name in own}
     try:
-        with contextlib.suppress(ValueError):  # a log could not hold them: the run says so
-            found.imported()
+        yield
     finally:
         sys.modules.update(hidden)
-    return frozenset(found.named)
 
 
 def sources(scripts: list[Path]) -> dict[str, str]:

@@ -23,10 +23,9 @@ FAR_APART = timedelta(days=1)  # runs of one machine, if nothing but their dates
 def compare(groups: list[Group], target: float, pairs: bool = False) -> list[dict]:
     """All figures of the groups, the first being the baseline, each with its verdict. Times in seconds.
 
-    pairs: run i of each with run i of the baseline. p-values of several ideas are corrected by Holm's method: those of times,
+    pairs: run i of each with its partner, of groups that in_pairs gives. p-values of several ideas are corrected by Holm's method: those of times,
     of losses and of times at equal loss each as one family. Raises InputError for runs that make no pairs.
     """
-    groups = in_pairs(groups) if pairs else groups
     rows = [own_figures(groups[0], target)]
     for group in groups[1:]:
         baseline, group = paired_runs(groups[0], group) if pairs else (groups[0], group)
@@ -101,9 +100,9 @@ def in_pairs(groups: list[Group]) -> list[Group]:
     baseline, *others = groups
     pairs = [paired_runs(baseline, group) for group in others]
     with_partners = [run for before, _ in pairs for run in before.runs]
-    alone = [(run, reason) for before, _ in pairs[:1] for run, reason in before.aside[len(baseline.aside) :]]
     kept = [run for run in baseline.runs if not pairs or any(run is other for other in with_partners)]
-    alone = [(run, reason) for run, reason in alone if all(run is not other for other in kept)]
+    alone = [(run, reason) for before, _ in pairs[:1] for run, reason in before.aside[len(baseline.aside) :]
+             if all(run is not other for other in kept)]  # fmt: skip
     return [dataclasses.replace(baseline, runs=kept, aside=baseline.aside + alone), *(after for _, after in pairs)]
 
 

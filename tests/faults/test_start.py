@@ -30,7 +30,7 @@ from common import (
 )  # fmt: skip
 from data.shards import read_shard, shard_name, write_shard
 from launch import start as launcher
-from launch.environment import import_fault
+from launch.environment import package_fault
 from launch.start import Ranks
 from runtime import checkpoints
 from runtime.options import parse_options
@@ -801,7 +801,7 @@ def test_an_import_that_fails_is_a_packages_fault_or_ours(tmp_path, monkeypatch,
     code = compile("raise ImportError('gone')", place.format(ROOT=ROOT, named=named.parent), "exec")
     with pytest.raises(ImportError) as caught:
         exec(code, {"__name__": "numpy.linalg"})
-    said = import_fault(caught.value)
+    said = package_fault(caught.value)
     assert said.startswith(fault) if fault else said == ""
 
 

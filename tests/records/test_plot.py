@@ -106,7 +106,7 @@ def test_pairs_are_drawn_and_listed_without_runs_that_have_no_partner(drawn, tmp
     """The picture had the mean of five beside the difference of four pairs, and the rules five seeds of four runs."""
     a = write_runs(tmp_path / "a", [80_000, 81_000], [3.27, 3.28])
     b = write_runs(tmp_path / "b", [70_000, 71_000, 90_000], [3.25, 3.26, 3.50])
-    panels, figure = drawn(gather_all([a, b]), 3.28, str(tmp_path / "out.png"), True)
+    panels, figure = drawn(verdict.in_pairs(gather_all([a, b])), 3.28, str(tmp_path / "out.png"), True)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a (2 runs)", "b (2 runs)"]
     points = [[*line.get_xdata()] for line in panels["final time, s"].lines if line.get_marker() == "o"]
     assert points == [[80.0, 81.0], [70.0, 71.0]]

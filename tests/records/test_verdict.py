@@ -305,12 +305,12 @@ def test_pairs_are_of_one_seed_and_tested_as_such(tmp_path):
     assert f"95% interval {low:.3f} to {high:.3f} s, p = {test.pvalue:.2g}, in pairs" in sentence
     assert "not shown to be faster" in said(a, b)[0]
     del b.runs[0]
-    rows = verdict.compare([a, b], 3.28, pairs=True)
+    rows = verdict.compare(verdict.in_pairs([a, b]), 3.28, pairs=True)
     assert rows[1]["pairs"] == 4 and not rows[1]["set_aside"] and not rows[1]["notes"]
     assert rows[0]["runs"] == 4 and rows[0]["set_aside"][0]["reason"] == "no partner with its seed"
     assert rows[0]["time_mean"] - rows[1]["time_mean"] == pytest.approx(-rows[1]["time_difference"])
     c = runs(tmp_path / "c", [99.0 + x for x in drift])
-    rows = verdict.compare([a, b, c], 3.28, pairs=True)  # each run of a has a partner in c
+    rows = verdict.compare(verdict.in_pairs([a, b, c]), 3.28, pairs=True)  # each run of a has a partner in c
     assert [row["runs"] for row in rows] == [5, 4, 5] and not rows[0]["set_aside"]
     assert [row["notes"] for row in rows] == [[], ["1 run of a without a partner: not compared"], []]
     assert verdict.compare([b, a], 3.28, pairs=True)[1]["set_aside"][0]["reason"] == "no partner with its seed"

@@ -82,7 +82,7 @@ FULL = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in htt
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for `cudaErrorDevicesUnavailable'"
 NCCL = "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
 NCCL += "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
-ROOM = "rank 0 is out of memory: {}; nvidia-smi shows who holds the rest; more --micro_batches need less (docs/memory.md)"
+ROOM = "rank 0 is out of memory: {}; nvidia-smi shows whose, more --micro_batches need less (docs/memory.md)"
 OTHERS = "rank 0 of 1 cannot join the others at 127.0.0.1:1, are all of them started, once each, and is the port free? "
 
 
