@@ -42,6 +42,7 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
 try:
     # Before PyTorch, whose threads launch tells how to wait.
     from launch.console import Parser, console, option_text, printable, until_reader_leaves, user_path
+    from launch.machine import is_lack_of_memory
 
     from data.encodings import decode, encode
     from data.loader import first_documents
@@ -206,6 +207,12 @@ def main(argv: list[str] | None = None) -> None:
             print(printable(f"{args.prompt}⟫{text}"))
     except (ValueError, OSError) as error:
         print(printable(f"sample.py: error: {error}"), file=sys.stderr)
+        raise SystemExit(1) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        others = ": nvidia-smi shows who else holds the GPU's, with CUDA_VISIBLE_DEVICES= the CPU writes"
+        print(f"sample.py: error: {args.checkpoint}: out of memory{others * torch.cuda.is_available()}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -562,6 +562,12 @@ CHANGES = {  # by file: what, tests, old, new
     "launch/machine.py": (
         ("a run on half of the cores is one on the same machine", "runtime/machine::test_the_cores_that_a_run_may_not_use_are_told",
          '(own := allowed_cores()) == os.cpu_count() else', "(own := allowed_cores()) else"),
+        ("a container's share of the cores is not told", "runtime/machine::test_the_time_that_a_control_group_gives_is_of_so_many_cores",
+         "least = min(least, time / period) if time > 0 else least", "least = least"),
+        ("the share of a whole job is not told", "runtime/machine::test_the_time_that_a_control_group_gives_is_of_so_many_cores",
+         "groups |= {group for path in own for group in (path, *path.parents)}", "groups |= {*own}"),
+        ("a rank has fewer threads than its time", "runtime/machine::test_the_time_that_a_control_group_gives_is_of_so_many_cores",
+         "cores = math.ceil(allowed_cores())", "cores = int(allowed_cores())"),
         ("a model that is too large is told to take more micro-batches", "runtime/options::test_a_bad_option_is_named",
          "    if isinstance(error, RunError):\n        return False\n", ""),
         ("memory that NCCL lacks is a question whether all ranks are there", "runtime/joining::test_a_gpu_that_a_rank_cannot_have_is_named",
@@ -875,6 +881,8 @@ CHANGES = {  # by file: what, tests, old, new
          "{*child_processes()} - before:", "{*child_processes()}:"),
     ),
     "runtime/checkpoints.py": (
+        ("a probe for room stays on a full disk", "faults/checkpoint_files::test_folders_on_a_full_disk_are_left_as_they_were",
+         'prefix=".probe-", buffering=0)', 'prefix=".probe-")'),
         ("gradients that a rank lacks shift the others'",
          "runtime/joining::test_gradients_that_one_rank_lacks_are_put_together_by_label",
          'sorted((state["partial"] | zeros).items())', 'sorted(state["partial"].items())'),
@@ -1032,6 +1040,8 @@ CHANGES = {  # by file: what, tests, old, new
     "sample.py": (
         ("a long text comes without a word before", "runtime/sample::test_a_long_text_of_sample_is_told_before",
          "if min(tokens, room) > LONG:", "if False:"),
+        ("every error is a lack of memory", "runtime/sample::test_a_lack_of_memory_is_one_message",
+         "if not is_lack_of_memory(error):", "if False:"),
         ("a broken package is a traceback", "faults/start::test_a_tool_names_a_package_that_cannot_be_imported",
          'if launcher and (fault := runpy', 'if False and (fault := runpy'),
         ("a sample's products are not the run's", "runtime/sample::test_a_checkpoint_writes_text",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import os
 import platform
 import random
@@ -47,6 +48,10 @@ COMMON = {  # what all ranks hold alike, and how to keep it so
 }
 NO_MEMORY = re.compile(r"out of memory|Failed to CUDA \w*alloc|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate")
 ASKED = re.compile(r"(?:ried|nable) to allocate (?:([\d.]+ [KMGTPE]iB)|(\d+) bytes)")
+CGROUP_TIME = (  # where control groups are, with their microseconds of all cores in a period, and it: version 2, then 1
+    ("sys/fs/cgroup", "cpu.max"),
+    ("sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
+)
 OURS = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -63,7 +68,7 @@ def machine_facts(device: torch.device, world_size: int, sources: dict[str, str]
     name = re.search(r"^model name\s*: (.+)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
     cpu = name[1] if name else platform.processor() or "unknown"
     host = f"host: {zlib.crc32(encoded(platform.node())):08x}, a CRC-32 of its name"  # GPUs have ids
-    cores = f"{os.cpu_count()}" if (own := allowed_cores()) == os.cpu_count() else f"{own} of {os.cpu_count()}"
+    cores = f"{os.cpu_count()}" if (own := allowed_cores()) == os.cpu_count() else f"{own:g} of {os.cpu_count()}"
     devices = [host, f"cpu: {cpu}, {cores} cores, {torch.get_num_threads()} threads a rank"]
     if device.type == "cuda":
         devices = [f"{i}: {torch.cuda.get_device_properties(i)}" for i in range(torch.cuda.device_count())]
@@ -91,14 +96,27 @@ def is_logged(name: str, value: str) -> bool:  # none that launchers set, and no
     return not (LAUNCHERS.fullmatch(name) or named or WORDS.search(upper) or SECRET.search(value))
 
 
-def allowed_cores() -> int:
-    """Those that this process may use, as taskset or a container's set says, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def allowed_cores(root: Path = Path("/")) -> float:
+    """Those that this process may use, as taskset or a container says, where the system tells. 1.5, with docker's --cpus=1.5:
+    the time of so many, on whichever."""
+    least = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    groups = {Path()}  # as a container shows its own
+    with suppress(OSError):  # "0::/slurm/job_7", "5:cpu,cpuacct:/slurm/job_7"
+        lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        own = [Path(path.lstrip("/")) for _, kinds, path in lines if not kinds or "cpu" in kinds.split(",")]
+        groups |= {group for path in own for group in (path, *path.parents)}
+    for place, *files in CGROUP_TIME:
+        for group in (root / place / group for group in groups):
+            with suppress(OSError, ValueError):  # another version's; "max", no limit
+                time, period = map(int, " ".join((group / file).read_text() for file in files).split())
+                least = min(least, time / period) if time > 0 else least  # -1: no limit
+    return least
 
 
 def usable_cores() -> int:
-    """The same; no more than OpenMP may have threads, or products would be wrong."""
-    return min(allowed_cores(), threads_at_most() or allowed_cores())
+    """The same in whole cores; no more than OpenMP may have threads, or products would be wrong."""
+    cores = math.ceil(allowed_cores())
+    return min(cores, threads_at_most() or cores)
 
 
 def seed_random(*numbers: int) -> None:

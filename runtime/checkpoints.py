@@ -88,7 +88,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path}: not a checkpoint of this version (begins with {magic!r})")
             digest, payload = file.read(32), file.read()
     except (OSError, MemoryError) as error:
-        way_out = ": name a step_….pt in it" * isinstance(error, IsADirectoryError)
+        way_out = ": name a step_….pt, or latest" * isinstance(error, IsADirectoryError | FileNotFoundError)
         raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', '') or repr(error)}{way_out}") from error
     if hashlib.sha256(payload).digest() != digest:
         raise CheckpointError(f"{path}: damaged or cut short, its SHA-256 is another: resume from an earlier checkpoint")
@@ -137,7 +137,7 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
     each = (x.nbytes * (ranks if name.startswith("partial.") else 1) for name, x in leaves(layout) if isinstance(x, Tensor))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-", buffering=0) as file:
             file.write(b"probe")
         left = sum(x.lstat().st_blocks * 512 for x in folder.glob("step_*.pt.tmp"))  # by a killed save: the next drops it
         if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free + left):

@@ -4,8 +4,10 @@ import argparse
 import gc
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,7 @@ from hypothesis import settings
 
 import common  # first: it loads the script that is tested
 import cpu
+from data.loader import CHECKED, HELD, LISTED
 from data.shards import write_shard
 
 # A shell starts its background commands deaf to Ctrl-C and Ctrl-\, nohup to SIGHUP, and they hand that down; the tests send them.
@@ -46,6 +49,17 @@ def more_threads_in_forks(number: int, choose: Callable[[int], None] = torch.set
 
 
 torch.set_num_threads = more_threads_in_forks
+
+
+ROOM = 2 << 30  # bytes of all tests' files at a time
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Without room for all tests hundreds of them would fail, each in words of its own."""
+    all_tests = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if all_tests and (free := shutil.disk_usage(folder := tempfile.gettempdir()).free) < ROOM:
+        gib = [f"{x / 2**30:.1f} GiB" for x in (ROOM, free)]
+        raise pytest.UsageError(f"all tests need {gib[0]} in {folder}, {gib[1]} are free: make room, or TMPDIR=FOLDER ./test.sh")
 
 
 SLOW = [  # files, the slowest first: they begin before all others, so that no worker is left with one of them at the end
@@ -76,6 +90,13 @@ def full_precision():
     cpu.forget_cpu()
     yield
     cpu.forget_cpu()
+
+
+@pytest.fixture(autouse=True)
+def other_shards():
+    """A test's folder goes when it passes, and another's may have its path."""
+    for found in (LISTED, CHECKED, HELD):
+        found.clear()
 
 
 @pytest.fixture(scope="session")

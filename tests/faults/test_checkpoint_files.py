@@ -356,6 +356,18 @@ def test_folders_that_have_no_room_are_left_as_they_were(tmp_path, monkeypatch, 
     assert [*tmp_path.rglob("*")] == before
 
 
+def test_folders_on_a_full_disk_are_left_as_they_were(tmp_path):
+    """They held the probe for room, which had not been closed."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match="/logs/run: cannot be written: File too large"):
+            checkpoints.check_room(tmp_path / "logs" / "run", {}, 1, 2, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [*tmp_path.rglob("*")] == []
+
+
 def test_fewer_than_one_checkpoint_are_no_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     with pytest.raises(OSError, match="2 checkpoints need .* make room or give another --log_dir$"):

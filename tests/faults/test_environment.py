@@ -225,6 +225,20 @@ def test_tests_that_are_not_there_are_named(tmp_path, arguments, missing):
         assert done.stdout == f"{arguments if named else [*arguments, 'tests/recipe']} {alone}\n"
 
 
+@pytest.mark.parametrize("arguments, code", [([], 4), (["tests/recipe/test_pins.py"], 5)])
+def test_all_tests_begin_with_room_for_their_files(tmp_path, arguments, code):
+    """On a full disk 207 failed, 777 had errors, and few named it."""
+    (tmp_path / "little_room.py").write_text(
+        "import shutil\nfrom types import SimpleNamespace\nshutil.disk_usage = lambda _: SimpleNamespace(free=1 << 30)\n"
+        "pytest_collection = lambda: True  # finds no tests, which takes its time\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "little_room", *arguments]
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}", "TMPDIR": f"{tmp_path}"}
+    done = subprocess.run(command, cwd=environment.ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    said = f"ERROR: all tests need 2.0 GiB in {tmp_path}, 1.0 GiB are free: make room, or TMPDIR=FOLDER ./test.sh\n\n"
+    assert (done.returncode, done.stderr) == (code, said if code == 4 else ""), done.stdout
+
+
 def test_only_lines_that_apply_are_asked_for(monkeypatch, tmp_path):
     path = tmp_path / "requirements.txt"
     path.write_text('# all\nnumpy==9.9  # from 2.0\nabsent==1; platform_system == "Linux"  # from 0.9, module absent_too\n')

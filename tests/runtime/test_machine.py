@@ -79,6 +79,37 @@ def test_the_cores_that_a_run_may_not_use_are_told(monkeypatch):
         assert told in line
 
 
+QUOTAS = {  # files below /sys/fs/cgroup, cores of the machine's 8, threads, /proc/self/cgroup
+    "none": ({}, 8, 8),
+    "version 2": ({"cpu.max": "150000 100000\n"}, 1.5, 2),
+    "version 2, without one": ({"cpu.max": "max 100000\n"}, 8, 8),
+    "more than there are": ({"cpu.max": "1600000 100000\n"}, 8, 8),
+    "version 1": ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2, 2),
+    "version 1, without one": ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8, 8),
+    "of a job": ({"job/cpu.max": "300000 100000\n", "job/step/cpu.max": "max 100000\n"}, 3, 3, "0::/job/step\n"),
+    "of a job, version 1": ({"cpu/job/cpu.cfs_quota_us": "50000\n", "cpu/job/cpu.cfs_period_us": "100000\n",
+                             "cpu/other/cpu.cfs_quota_us": "1\n", "cpu/other/cpu.cfs_period_us": "100000\n"}, 0.5, 1,
+                            "9:memory:/other\n8:cpu,cpuacct:/job\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_the_time_that_a_control_group_gives_is_of_so_many_cores(monkeypatch, tmp_path, case):
+    """Under docker's --cpus=1 a run was on the same machine, with a thread for each core that it had no time on."""
+    files, cores, threads, *own = QUOTAS[case]
+    all_files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | ({"proc/self/cgroup": own[0]} if own else {})
+    for name, text in all_files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    monkeypatch.delenv("OMP_THREAD_LIMIT", raising=False)
+    found = launch.machine.allowed_cores(tmp_path)
+    monkeypatch.setattr(launch.machine, "allowed_cores", lambda: found)
+    (line,) = [line for line in machine_facts(torch.device("cpu"), 1) if line.startswith("cpu: ")]
+    assert (f", {cores} of 8 cores, " if cores < 8 else ", 8 cores, ") in line and usable_cores() == threads
+
+
 def test_variables_that_make_a_run_slower_are_told(monkeypatch):
     """DETAIL checks every collective: a third of a small step, which compare.py laid to nothing."""
     given = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_WAIT_POLICY": "active", "GLOO_SOCKET_IFNAME": "eth0", "KMP_BLOCKTIME": "0",

@@ -69,8 +69,8 @@ OPTIONS = [  # arguments, message, exit code
     ("--log_dir=/proc/none", "/proc/none", 1),
     ("--log_dir=/dev/null", "/dev/null", 1),
     ("--run_id=../x", "--run_id=../x: must be a file's name, alone", 1),
-    ("--resume=/nowhere.pt", "/nowhere.pt: cannot be read: No such file", 1),
-    ("--resume=/", "/: cannot be read: Is a directory: name a step_….pt in it", 1),
+    ("--resume=/nowhere.pt", "/nowhere.pt: cannot be read: No such file or directory: name a step_….pt, or latest", 1),
+    ("--resume=/", "/: cannot be read: Is a directory: name a step_….pt, or latest", 1),
     ("--resume=latest", "latest: no usable checkpoint in .*/logs/run: --save_every writes them", 1),
 ]  # fmt: skip
 

@@ -145,6 +145,25 @@ def test_sampling_refuses_clearly(capsys, monkeypatch, arguments, message, code)
     assert exit_.value.code == code and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error, has_gpu", [
+    (MemoryError(), False), (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: 9 bytes"), False),
+])  # fmt: skip
+def test_a_lack_of_memory_is_one_message(monkeypatch, capsys, error, has_gpu):
+    def raise_it(*_):
+        raise error
+
+    monkeypatch.setattr(sample, "sample", raise_it)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with pytest.raises(SystemExit) as end:
+        sample.main(["a.pt", "x"])
+    way_out = ": nvidia-smi shows who else holds the GPU's, with CUDA_VISIBLE_DEVICES= the CPU writes" * has_gpu
+    assert (end.value.code, capsys.readouterr().err) == (1, f"sample.py: error: a.pt: out of memory{way_out}\n")
+    error = RuntimeError("a fault of ours")
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        sample.main(["a.pt", "x"])
+
+
 @pytest.mark.parametrize("path, said", [("closed/idea.py", "Permission denied"), ("unread.py", "Permission denied"),
                                         ("loop.py", "Too many levels of symbolic links")])  # fmt: skip
 def test_a_script_that_cannot_be_read_is_one_message(tmp_path, path, said):
