@@ -64,7 +64,8 @@ except ImportError as problem:
         raise
     sys.exit(f"sample.py: error: not of one project with the modules beside --script ({problem}): run {sys.path[0]}/sample.py")
 except Exception as problem:
-    if "torch" in sys.modules or __name__ != "__main__" or not os.path.exists(starter):  # an error of ours, not PyTorch's
+    cut = launcher and runpy.run_path(f"{root}/launch/environment.py")["cut_package"](problem)
+    if not cut and ("torch" in sys.modules or __name__ != "__main__" or not os.path.exists(starter)):  # of ours, not PyTorch's
         raise
     sys.exit(f"sample.py: error: {runpy.run_path(starter)['import_fault'](problem)}")
 

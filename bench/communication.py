@@ -127,7 +127,7 @@ def model_parameters(h: Hyperparameters) -> dict[str, Parameter]:
 
 def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     def text(cell: object) -> str:
-        return f"{cell:,.{2 if cell == 0 or cell >= 0.01 else 5}f}" if isinstance(cell, float) else str(cell)
+        return f"{cell:,.{2 if cell == 0 or abs(cell) >= 0.01 else 5}f}" if isinstance(cell, float) else str(cell)
 
     def line(cells: Iterable[object]) -> str:
         return "| " + " | ".join(map(text, cells)) + " |"

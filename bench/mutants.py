@@ -499,12 +499,18 @@ CHANGES = {  # by file: what, tests, old, new
          "            _left[stream] = rest\n", "            _left[stream] = end.encode()\n"),
     ),
     "launch/environment.py": (
+        ("a file of a package that is empty is none's fault", "faults/start::test_a_package_of_which_a_file_is_cut_is_named",
+         "os.path.getsize(place) == 0", "os.path.getsize(place) < 0"),
+        ("a slip in an idea is a package's fault", "faults/start::test_a_package_of_which_a_file_is_cut_is_named",
+         'if "/site-packages/" in place and (', 'if ('),
+        ("a tool ends in the traceback of a cut package", "faults/start::test_a_cut_package_is_one_line",
+         "if issubclass(kind, ImportError) else cut_package(error)", 'if issubclass(kind, ImportError) else ""'),
         ("a tool ends in the traceback of a broken package", "faults/start::test_a_tool_names_a_package_that_cannot_be_imported",
          "    sys.excepthook = tell_package_fault\n", ""),
         ("a package of .venv is that of the folder above", "faults/start::test_an_import_that_fails_is_a_packages_fault_or_ours",
          "if os.path.abspath(folder) == there:", "if there.startswith(os.path.abspath(folder)):"),
         ("an import of ours that fails is a package's", "faults/start::test_an_import_that_fails_is_a_packages_fault_or_ours",
-         "not within(file, ROOT) and any(", "any("),
+         "folders = [] if within(ROOT) else [", "folders = ["),
         ("who only looks is waited for aloud", "faults/environment::test_a_lock_that_is_held_for_a_moment_is_not_told",
          "if tries == LOOKS:", "if tries == 0:"),
         ("a foreign folder of pip's configuration gets the packages", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
@@ -762,6 +768,10 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("NumPy's fault is PyTorch's", "faults/start::test_a_cut_package_is_one_line",
+         """    if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
+        return fault
+""", ""),
         ("a script without its ending is an unknown argument", "faults/start::test_a_script_named_without_its_ending_is_told",
          "if given and not named and any(", "if False and any("),
         ("a resumption without its options is told of too few tokens alone",

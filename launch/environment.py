@@ -329,22 +329,38 @@ def broken_package(name, error):
     return "{}: {}: {} lacks a package, or has half of one: install it again".format(name, why, sys.executable)
 
 
+def package_of(file):
+    """The package that a file is of, by its path; empty if of none that is installed, or that PYTHONPATH names."""
+    file, named = os.path.abspath(file), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    within = lambda folder: file.startswith(os.path.join(os.path.abspath(folder), ""))
+    folders = [] if within(ROOT) else [os.path.abspath(folder) for folder in filter(None, named) if within(folder)]
+    _, installed, inside = file.rpartition("/site-packages/")
+    inside = inside if installed else os.path.relpath(file, max(folders, key=len)) if folders else ""
+    return inside.partition("/")[0].partition(".")[0]
+
+
 def package_fault(error):
     """What to say of an ImportError out of a package, which is broken then; empty of one of ours."""
     trace, package = error.__traceback__, ""
-    named = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    within = lambda file, folder: file.startswith(os.path.join(folder, ""))
     while trace:
-        file = os.path.abspath(trace.tb_frame.f_code.co_filename)
-        if "site-packages" in file.split(os.sep) or not within(file, ROOT) and any(within(file, folder) for folder in named):
-            package = trace.tb_frame.f_globals["__name__"].partition(".")[0]  # of the last: SciPy's import may fail in NumPy
+        package = package_of(trace.tb_frame.f_code.co_filename) or package  # the last: SciPy's import may fail in NumPy
         trace = trace.tb_next
+    return broken_package(package, error) if package else cut_package(error)
+
+
+def cut_package(error):
+    """What to say of an error by a file of a package that is empty or no Python, as a power cut leaves it; empty of others."""
+    place = getattr(error, "filename", "") if isinstance(error, SyntaxError) else getattr(error, "path", "")
+    module = getattr(error, "obj", None)  # of an AttributeError
+    place = place or isinstance(module, type(sys)) and getattr(module, "__file__", "") or ""
+    empty = os.path.isfile(place) and os.path.getsize(place) == 0
+    package = package_of(place) if "/site-packages/" in place and (empty or isinstance(error, SyntaxError)) else ""
     return broken_package(package, error) if package else ""
 
 
 def tell_package_fault(kind, error, trace):
     """An excepthook: one line for a package that is there and cannot be imported."""
-    fault = package_fault(error) if issubclass(kind, ImportError) else ""
+    fault = package_fault(error) if issubclass(kind, ImportError) else cut_package(error)
     if not fault:
         return sys.__excepthook__(kind, error, trace)
     sys.stderr.write("{}: error: {}\n".format(os.path.basename(sys.argv[0]), fault))

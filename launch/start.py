@@ -392,6 +392,10 @@ def load(path: Path) -> ModuleType:
         if path.parent == ROOT or package.name not in IMPORTED or not package.is_dir():
             raise
         raise LaunchError(f"{error}: {HIDES.format(package, package.name)}", 1) from None
+    except (ImportError, SyntaxError, AttributeError) as error:
+        if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
+            raise LaunchError(fault, 1) from None
+        raise
     except SystemExit as left:  # with its own message, or without a word
         why = f"{path} ended while it was imported, with code {left.code or 0}: nothing was trained"
         raise left if isinstance(left.code, str) else LaunchError(why, 1) from None
@@ -406,6 +410,8 @@ def load(path: Path) -> ModuleType:
 
 def import_fault(error: Exception) -> str:
     """What to say where PyTorch's own import fails, as by what it reads in the environment. sample.py asks, too."""
+    if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
+        return fault
     why = " ".join(f"{error}".split())[:150] or repr(error)
     named = (name for name in os.environ if name in f"{error}" and name.startswith(("TORCH", "PYTORCH", "TRITON")))
     said = ", ".join(f"{name}={os.environ[name]}" for name in named) or "a variable of the environment, or half a package"

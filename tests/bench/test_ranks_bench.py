@@ -149,6 +149,9 @@ def test_the_products_of_a_step_are_counted_as_pytorch_counts_them() -> None:
     head = 2 * 2 * 768 * 32 * 384  # of two steps
     assert (counted.pop("fp8_linear"), counted.pop("fp8_linear_backward")) == (head, 2 * head)
     assert sum(counted.values()) == counter.get_total_flops() > 20 * head
+    rows = [*cpu_step.table([watch], 1.0)]  # of a step of 1 ms, which its operations alone outlast: the rest was told as 0
+    assert rows[-1][2] < 0 and sum(row[2] for row in rows) == pytest.approx(1.0, abs=1e-6)
+    assert communication.markdown(["ms"], [[-4.40716], [0.0], [0.001]]).split("\n")[2:] == ["| -4.41 |", "| 0.00 |", "| 0.00100 |"]
 
 
 def test_a_step_that_cannot_be_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

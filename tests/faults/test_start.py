@@ -30,7 +30,7 @@ from common import (
 )  # fmt: skip
 from data.shards import read_shard, shard_name, write_shard
 from launch import start as launcher
-from launch.environment import package_fault
+from launch.environment import cut_package, package_fault
 from launch.start import Ranks
 from runtime import checkpoints
 from runtime.options import parse_options
@@ -803,6 +803,43 @@ def test_an_import_that_fails_is_a_packages_fault_or_ours(tmp_path, monkeypatch,
         exec(code, {"__name__": "numpy.linalg"})
     said = package_fault(caught.value)
     assert said.startswith(fault) if fault else said == ""
+
+
+CUT = {  # what a power cut may leave of a package: a file, its text, what then imports it, the fault
+    "empty": ("torch/__init__.py", "", "import torch; torch.SymInt", "torch: module 'torch' has no attribute 'SymInt': "),
+    "an empty module": ("rich/console.py", "", "from rich.console import Console", "rich: cannot import name 'Console' from 'rich."),
+    "cut": ("numpy/__init__.py", '\n"""NumPy', "import numpy", "numpy: unterminated triple-quoted string literal"),
+    "a fault of ours": ("ours/__init__.py", "x = 1", "import ours; ours.y", ""),
+    "an idea's": ("../ideas/idea.py", "x = ", "import ideas.idea", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_a_package_of_which_a_file_is_cut_is_named(tmp_path, monkeypatch, case):
+    """Tracebacks, or that PyTorch cannot be imported where it was NumPy."""
+    name, text, code, fault = CUT[case]
+    file = Path(os.path.normpath(tmp_path / "site-packages" / name))
+    file.parent.mkdir(parents=True)
+    (file.parent / "__init__.py").touch()
+    file.write_text(text)
+    monkeypatch.setattr(sys, "path", [f"{tmp_path}/site-packages", f"{tmp_path}", *sys.path])
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
+    for module in [x for x in sys.modules if x.partition(".")[0] in ("torch", "rich", "numpy")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises((ImportError, AttributeError, SyntaxError, ValueError)) as caught:
+        exec(code, {})
+    said = cut_package(caught.value)
+    assert said.startswith(fault) and said.endswith(": install it again") if fault else said == "", said
+
+
+@pytest.mark.parametrize("command", ["launch/start.py", "sample.py latest x", "data/local_text.py", "records/history.py --check"])
+def test_a_cut_package_is_one_line(tmp_path, command):
+    (folder := tmp_path / "site-packages" / "numpy").mkdir(parents=True)
+    (folder / "__init__.py").write_text('"""NumPy')
+    environ = {**os.environ, "PYTHONPATH": f"{folder.parent}"}
+    done = subprocess.run([PYTHON, *command.split()], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    said = r"\S+\.py: error: numpy cannot be imported: unterminated .*: it is that of \S+, which PYTHONPATH names.*: unset it\n"
+    assert done.returncode == 1 and re.fullmatch(said, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("name, said", [("TORCH_LOGS", "Invalid log settings: x"), ("TORCH_DISTRIBUTED_DEBUG", "The value of ")])
