@@ -97,13 +97,18 @@ def sources(scripts: list[Path]) -> dict[str, str]:
         files |= more
         named = set().union(*(imported_names(path.read_text(encoding="utf-8", errors="replace")) for path in more))
         more = {path for path in lie if stem(path) in named}
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+    return {place(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+
+
+def place(path: Path) -> str:
+    """Within the project, which may be moved while its race rests, or be elsewhere on another host: from its folder."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def conditions(scripts: list[Path], options: list[str]) -> dict:
     """What all runs of a race share."""
     return {
-        "scripts": [str(script) for script in scripts],
+        "scripts": [place(script) for script in scripts],
         "options": options,
         "host": platform.node(),
         "RANKS": os.environ.get("RANKS", ""),
@@ -130,6 +135,8 @@ def check(folder: Path, names: list[str], now: dict) -> bool:
     try:
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
+            before["scripts"] = [place(Path(script)) for script in before["scripts"]]
+            before["sources"] = {place(Path(name)): digest for name, digest in before["sources"].items()}
             names |= {*names_of([Path(script) for script in before["scripts"]])}
             differ = differing_conditions(before, now)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -175,4 +175,5 @@ def test_a_step_on_a_cpu_is_taken_apart() -> None:
     kinds = {row[0]: row[1:] for row in rows[2:]}
     assert rows[0] == ["operation", "calls", "ms", "share", "GFLOP/s", "ms by itself"]
     assert kinds["products, head, FP8 emulated"][0] == "2" and int(kinds["mul"][0]) > 100
-    assert all(float(row[1]) >= 0 for row in kinds.values()) and sum(int(row[2].strip("%")) for row in kinds.values()) >= 90
+    *operations, _ = kinds.values()  # the rest may be below 0
+    assert all(float(row[1]) >= 0 for row in operations) and 90 <= sum(int(row[2].strip("%")) for row in kinds.values()) <= 110

@@ -301,14 +301,14 @@ def test_every_source_of_a_run_is_watched(tmp_path):
     """What a run's log would hold, and what starts it."""
     told = []
     for folder, code in (
-        (ROOT, "import train_gpt as t; print(*(sys.path[0] + '/' + x for x in t.SOURCES.imported()), sep=chr(10))"),
+        (ROOT, "import train_gpt as t; print(*t.SOURCES.imported(), sep=chr(10))"),
         (ROOT / "records", "import race; print(*race.sources([race.ROOT / 'train_gpt.py']), sep=chr(10))"),
     ):
         command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {f'{folder}'!r}); {code}"]
         done = run_fresh(command, check=True, cwd=tmp_path)
         told.append({*done.stdout.splitlines()})
     imported, watched = told
-    assert len(imported) > 20 and imported | {f"{ROOT}/launch/start.py"} <= watched
+    assert len(imported) > 20 and imported | {"launch/start.py"} <= watched
 
 
 def test_what_no_run_can_import_is_not_watched(tmp_path):
@@ -403,6 +403,35 @@ def test_what_would_mix_two_races_is_refused(track, tmp_path, what):
         with pytest.raises(SystemExit, match=said):
             track(*more, runs=1)
     assert len(calls(tmp_path)) == 2
+
+
+def test_a_race_goes_on_where_its_project_has_moved(tmp_path, monkeypatch):
+    """Renamed, or of another mount: each of its files was gone, and another was new."""
+    logs, names = tmp_path / "logs", ["before", "after"]
+    (logs / "before").mkdir(parents=True)
+    monkeypatch.setattr(race, "named_by", lambda script: frozenset())
+
+    def conditions(project: str) -> dict:
+        scripts = [tmp_path / project / "before.py", tmp_path / project / "ideas" / "after.py"]
+        scripts[1].parent.mkdir(parents=True, exist_ok=True)
+        for script in scripts:
+            script.write_text("import json\n")
+        monkeypatch.setattr(race, "ROOT", tmp_path / project)
+        return race.conditions(scripts, [])
+
+    now = conditions("here")
+    assert race.check(logs, names, now)
+    (logs / "race.json").write_text(json.dumps(now))
+    (logs / "before" / "seed0.txt").touch()
+    assert not race.check(logs, names, conditions("there"))
+    with_paths = {f"{tmp_path}/there/{name}": digest for name, digest in now["sources"].items()}  # as once it noted them
+    scripts = [f"{tmp_path}/there/{script}" for script in now["scripts"]]
+    (logs / "race.json").write_text(json.dumps({**now, "scripts": scripts, "sources": with_paths}))
+    assert not race.check(logs, names, conditions("there"))
+    now = conditions("there")
+    now["sources"]["before.py"] = "another"
+    with pytest.raises(race.RaceError, match=r"holds a race of other sources: before\.py: put them back"):
+        race.check(logs, names, now)
 
 
 def test_a_race_without_a_log_begins_anew(track, tmp_path, monkeypatch):
