@@ -326,7 +326,9 @@ def broken_package(name, error):
         if os.path.abspath(folder) == there:
             fault = "it is that of {}, which PYTHONPATH names, for another Python, say: unset it".format(folder)
             return "{} cannot be imported: {}: {}".format(name, why, fault)
-    return "{}: {}: {} lacks a package, or has half of one: install it again".format(name, why, sys.executable)
+    ours = os.path.join(ROOT, ".venv")
+    again = "delete {}, ./run.sh makes it again".format(ours) if sys.prefix == ours else "install it again"
+    return "{}: {}: {} lacks a package, or has half of one: {}".format(name, why, sys.executable, again)
 
 
 def package_of(file):

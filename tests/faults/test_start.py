@@ -748,6 +748,9 @@ def test_pytorchs_own_debugging_does_not_end_the_check(shards, tmp_path, name, v
     assert done.returncode == 0 and done.stdout.endswith(f"\n2 {value}\n"), done.stderr
 
 
+AGAIN = f"delete {ROOT}/.venv, ./run.sh makes it again" if sys.prefix == f"{ROOT}/.venv" else "install it again"
+
+
 @pytest.mark.parametrize("by_path", [True, False])
 def test_a_numpy_that_cannot_be_imported_is_named(tmp_path, by_path):
     """Of another Python, as a cluster's modules put it on the path, or half installed: the message had no reason."""
@@ -759,7 +762,7 @@ def test_a_numpy_that_cannot_be_imported_is_named(tmp_path, by_path):
     done = subprocess.run([PYTHON, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     why = "No module named 'numpy._core._umath': "
     named = f"numpy cannot be imported: {why}it is that of {folder.parent}, which PYTHONPATH names, for another Python, say: unset it"
-    assert (named if by_path else f"numpy: {why}{PYTHON} lacks a package, or has half of one: install it again") in done.stderr
+    assert (named if by_path else f"numpy: {why}{PYTHON} lacks a package, or has half of one: {AGAIN}") in done.stderr
 
 
 def test_a_script_named_without_its_ending_is_told(start, tmp_path, monkeypatch):
@@ -829,7 +832,9 @@ def test_a_package_of_which_a_file_is_cut_is_named(tmp_path, monkeypatch, case):
     with pytest.raises((ImportError, AttributeError, SyntaxError, ValueError)) as caught:
         exec(code, {})
     said = cut_package(caught.value)
-    assert said.startswith(fault) and said.endswith(": install it again") if fault else said == "", said
+    assert said.startswith(fault) and said.endswith(f": {AGAIN}") if fault else said == "", said
+    monkeypatch.setattr(sys, "prefix", f"{ROOT}/.venv")
+    assert not fault or cut_package(caught.value).endswith(f": delete {ROOT}/.venv, ./run.sh makes it again")
 
 
 @pytest.mark.parametrize("command", ["launch/start.py", "sample.py latest x", "data/local_text.py", "records/history.py --check"])
