@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(description="Text from a checkpoint.")
     known = "a file, or 'latest'"
     parser.add_argument("checkpoint", type=option_text(known), help=f"{known}: the newest of all runs in --log_dir")
-    parser.add_argument("prompt", help="how the document begins; may be empty")
+    parser.add_argument("prompt", help="how the document begins; may be empty; after all options and -- if it begins with a dash")
     parser.add_argument("--tokens", type=int, default=200, help="to write (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="above 0: near it the likeliest, 1 as trained (0.8)")
     parser.add_argument("--nucleus", type=float, default=0.99, help="share of the probability that is drawn from (0.99)")

@@ -458,6 +458,8 @@ CHANGES = {  # by file: what, tests, old, new
          "faults/environment::test_threads_are_told_to_wait_asleep_before_pytorch_loads", 'os.environ.pop("OMP_DYNAMIC", None)', "pass"),
     ),
     "launch/console.py": (
+        ("an option's beginning is another option", "faults/start::test_a_script_named_without_its_ending_is_told",
+         "x if len(x) == 1 else difflib", "difflib"),
         ("by hand a ~ is a folder of that name", "faults/start::test_a_home_folder_in_an_option_is_meant_as_such",
          "return os.path.expanduser(given) if path else given", "return given"),
         ("true is false", "runtime/options", 'return text.lower() in ("true", "1")', 'return text.lower() in ("true",)'),
@@ -500,9 +502,9 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "launch/environment.py": (
         ("a file of a package that is empty is none's fault", "faults/start::test_a_package_of_which_a_file_is_cut_is_named",
-         "os.path.getsize(place) == 0", "os.path.getsize(place) < 0"),
+         "return os.path.getsize(file) < int", "return int() > int"),
         ("a slip in an idea is a package's fault", "faults/start::test_a_package_of_which_a_file_is_cut_is_named",
-         'if "/site-packages/" in place and (', 'if ('),
+         "return os.path.getsize(file) < int", "return os.path.getsize(file) < 1 + int"),
         ("a tool ends in the traceback of a cut package", "faults/start::test_a_cut_package_is_one_line",
          "if issubclass(kind, ImportError) else cut_package(error)", 'if issubclass(kind, ImportError) else ""'),
         ("a tool ends in the traceback of a broken package", "faults/start::test_a_tool_names_a_package_that_cannot_be_imported",

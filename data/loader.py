@@ -63,7 +63,7 @@ def find_shards(pattern: str) -> list[str]:
         raise DataError(f"{folder} is a file: --data names the folder of the shards")
     if not names:
         raise DataError(
-            f"no shard matches {pattern}: make some with data/local_text.py or fetch them with data/cached_fineweb10B.py"
+            f"no shard matches {os.path.abspath(pattern)}: make some with data/local_text.py or fetch them with data/cached_fineweb10B.py"
         )
     for name in names:
         if fnmatchcase(name, TRAIN) and fnmatchcase(name, VALIDATION):

@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class OptionParser(Parser):
-    """Options in full; one that is unknown is told with the known one that looks most like it."""
+    """Options in full; one that is unknown is told with the only one that begins so, or that looks most like it."""
 
     def __init__(self, about: str):
         super().__init__(allow_abbrev=False, description=about, usage="%(prog)s [--option=value …], listed by --help")
@@ -73,7 +73,9 @@ class OptionParser(Parser):
         if unknown:
             names = [option.partition("=")[0].replace("-", "_") for option in unknown]
             known = {name.replace("-", "_"): name for name in self._option_string_actions}
-            near = [known[match[0]] for name in names if (match := difflib.get_close_matches(name, known, 1))]
+            begun = [[option for option in known if option.startswith(name)] for name in names]
+            like = [x if len(x) == 1 else difflib.get_close_matches(name, known, 1) for name, x in zip(names, begun)]
+            near = [known[x[0]] for x in like if x]
             hint = f" (did you mean {' and '.join(dict.fromkeys(near))}?)" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found

@@ -31,6 +31,7 @@ if __name__ == "__main__":
 
 try:
     import contextlib
+    import glob
     import importlib.util
     import itertools
     import platform
@@ -350,14 +351,23 @@ def package_fault(error):
     return broken_package(package, error) if package else cut_package(error)
 
 
+def is_cut(file):
+    """Is it an installed package's, and shorter than the package's RECORD says? Many are empty on purpose."""
+    site, _, name = file.rpartition("/site-packages/")
+    for record in glob.glob(glob.escape(site) + "/site-packages/*.dist-info/RECORD"):  # name,sha256=digest,bytes
+        with contextlib.suppress(OSError, ValueError), open(record, encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith(name + ","):
+                    return os.path.getsize(file) < int(line.rpartition(",")[2])
+    return False
+
+
 def cut_package(error):
-    """What to say of an error by a file of a package that is empty or no Python, as a power cut leaves it; empty of others."""
+    """What to say of an error by a file of a package that is cut short, as a power cut leaves it; empty of others."""
     place = getattr(error, "filename", "") if isinstance(error, SyntaxError) else getattr(error, "path", "")
     module = getattr(error, "obj", None)  # of an AttributeError
     place = place or isinstance(module, type(sys)) and getattr(module, "__file__", "") or ""
-    empty = os.path.isfile(place) and os.path.getsize(place) == 0
-    package = package_of(place) if "/site-packages/" in place and (empty or isinstance(error, SyntaxError)) else ""
-    return broken_package(package, error) if package else ""
+    return broken_package(package_of(place), error) if place and is_cut(place) else ""
 
 
 def tell_package_fault(kind, error, trace):

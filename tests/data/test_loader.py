@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from common import wait_until
 from data import loader
-from data.loader import check_data, default_doc_slots, distributed_data_generator, first_documents, synthetic_batch
+from data.loader import check_data, default_doc_slots, distributed_data_generator, find_shards, first_documents, synthetic_batch
 from data.shards import DataError, without_readers, write_shard
 
 BOS = 0
@@ -442,10 +442,13 @@ def test_validation_of_one_token_too_few(folder):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_no_shards(folder, split):
+def test_no_shards(folder, split, monkeypatch):
     (folder / f"x_{split}_000000.bin").unlink()
     with pytest.raises(DataError, match=rf"no shard matches .*_{split}_.*data/local_text.py.*data/cached_fineweb10B.py"):
         check(folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(DataError, match=rf"no shard matches {folder}/none/x_{split}_"):  # where it has looked
+        find_shards(f"none/x_{split}_*.bin")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

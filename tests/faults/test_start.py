@@ -772,6 +772,9 @@ def test_a_script_named_without_its_ending_is_told(start, tmp_path, monkeypatch)
     assert code == 2 and lines[-1].endswith("unrecognized arguments: save_evry=3 (did you mean --save_every?)"), lines
     Path("ideas").mkdir()
     Path("ideas/idea.py").touch()
+    code, lines, _ = start("--num_sch=3", "--keep=1", "--num=2")  # beginnings, of which one is of several
+    hint = "--num_scheduled_iterations and --keep_checkpoints and --num_heads"
+    assert code == 2 and lines[-1].endswith(f"unrecognized arguments: --num_sch=3 --keep=1 --num=2 (did you mean {hint}?)"), lines
     said = "start.py: error: ideas/idea: a script's name ends in .py: ./run.sh ideas/idea.py"
     assert start("ideas/idea", "--seed=1") == (2, [said], ())
 
@@ -808,23 +811,36 @@ def test_an_import_that_fails_is_a_packages_fault_or_ours(tmp_path, monkeypatch,
     assert said.startswith(fault) if fault else said == ""
 
 
-CUT = {  # what a power cut may leave of a package: a file, its text, what then imports it, the fault
-    "empty": ("torch/__init__.py", "", "import torch; torch.SymInt", "torch: module 'torch' has no attribute 'SymInt': "),
-    "an empty module": ("rich/console.py", "", "from rich.console import Console", "rich: cannot import name 'Console' from 'rich."),
-    "cut": ("numpy/__init__.py", '\n"""NumPy', "import numpy", "numpy: unterminated triple-quoted string literal"),
-    "a fault of ours": ("ours/__init__.py", "x = 1", "import ours; ours.y", ""),
-    "an idea's": ("../ideas/idea.py", "x = ", "import ideas.idea", ""),
+CUT = {  # what a power cut may leave of a package: a file, its bytes once, its text, what then imports it, the fault
+    "empty": ("torch/__init__.py", 9, "", "import torch; torch.SymInt", "torch: module 'torch' has no attribute 'SymInt': "),
+    "an empty module": ("rich/console.py", 9, "", "from rich.console import Console", "rich: cannot import name 'Console' from 'rich."),
+    "cut": ("numpy/__init__.py", 99, '\n"""NumPy', "import numpy", "numpy: unterminated triple-quoted string literal"),
+    "empty on purpose": ("torch/optim/__init__.py", 0, "", "from torch.optim import Muonn", ""),
+    "of no such name": ("torch/optim/__init__.py", 0, "", "import torch.optim; torch.optim.Muonn", ""),
+    "of another Python": ("numpy/__init__.py", 4, "x = \n", "import numpy", ""),
+    "without a size": ("numpy/__init__.py", "", "x = ", "import numpy", ""),
+    "without a record": ("numpy/__init__.py", None, "", "import numpy; numpy.x", ""),
+    "an idea's": ("../ideas/idea.py", 9, "x = ", "import ideas.idea", ""),
 }  # fmt: skip
+
+
+def write_record(folder: Path, name: str, size: int | str) -> None:
+    for package, line in (("a-1.0", "a/__init__.py,sha256=x,5"), ("b-2.0", f"b.py,,\n{name}.txt,sha256=x,99\n{name},sha256=x,{size}")):
+        (folder / f"{package}.dist-info").mkdir()
+        (folder / f"{package}.dist-info" / "RECORD").write_text(f"{line}\nbin/c,,\n")
 
 
 @pytest.mark.parametrize("case", CUT)
 def test_a_package_of_which_a_file_is_cut_is_named(tmp_path, monkeypatch, case):
     """Tracebacks, or that PyTorch cannot be imported where it was NumPy."""
-    name, text, code, fault = CUT[case]
+    name, size, text, code, fault = CUT[case]
     file = Path(os.path.normpath(tmp_path / "site-packages" / name))
-    file.parent.mkdir(parents=True)
-    (file.parent / "__init__.py").touch()
+    for package in (file.parent, tmp_path / "site-packages" / "torch"):
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").touch()
     file.write_text(text)
+    if size is not None:
+        write_record(tmp_path / "site-packages", name, size)
     monkeypatch.setattr(sys, "path", [f"{tmp_path}/site-packages", f"{tmp_path}", *sys.path])
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
     for module in [x for x in sys.modules if x.partition(".")[0] in ("torch", "rich", "numpy")]:
@@ -841,6 +857,7 @@ def test_a_package_of_which_a_file_is_cut_is_named(tmp_path, monkeypatch, case):
 def test_a_cut_package_is_one_line(tmp_path, command):
     (folder := tmp_path / "site-packages" / "numpy").mkdir(parents=True)
     (folder / "__init__.py").write_text('"""NumPy')
+    write_record(folder.parent, "numpy/__init__.py", 99)
     environ = {**os.environ, "PYTHONPATH": f"{folder.parent}"}
     done = subprocess.run([PYTHON, *command.split()], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     said = r"\S+\.py: error: numpy cannot be imported: unterminated .*: it is that of \S+, which PYTHONPATH names.*: unset it\n"
