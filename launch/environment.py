@@ -363,11 +363,19 @@ def is_cut(file):
 
 
 def cut_package(error):
-    """What to say of an error by a file of a package that is cut short, as a power cut leaves it; empty of others."""
+    """What to say of an error by a file of a package, or a compiled one, that is cut short, as a power cut leaves it; empty of
+    others."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    if isinstance(error, EOFError) and trace and trace.tb_frame.f_locals.get("bytecode_path"):  # of Python's importer
+        return "{} is cut short: delete it, Python makes it again".format(trace.tb_frame.f_locals["bytecode_path"])
     place = getattr(error, "filename", "") if isinstance(error, SyntaxError) else getattr(error, "path", "")
     module = getattr(error, "obj", None)  # of an AttributeError
     place = place or isinstance(module, type(sys)) and getattr(module, "__file__", "") or ""
-    return broken_package(package_of(place), error) if place and is_cut(place) else ""
+    places = [place, trace.tb_frame.f_code.co_filename if trace else ""]  # the last: a name may be cut, too
+    cut = next(filter(is_cut, filter(None, places)), "")
+    return broken_package(package_of(cut), error) if cut else ""
 
 
 def tell_package_fault(kind, error, trace):

@@ -101,13 +101,13 @@ def allowed_cores(root: Path = Path("/")) -> float:
     the time of so many, on whichever."""
     least = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     groups = {Path()}  # as a container shows its own
-    with suppress(OSError):  # "0::/slurm/job_7", "5:cpu,cpuacct:/slurm/job_7"
+    with suppress(OSError, ValueError):  # "0::/slurm/job_7", "5:cpu,cpuacct:/slurm/job_7"
         lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         own = [Path(path.lstrip("/")) for _, kinds, path in lines if not kinds or "cpu" in kinds.split(",")]
         groups |= {group for path in own for group in (path, *path.parents)}
     for place, *files in CGROUP_TIME:
         for group in (root / place / group for group in groups):
-            with suppress(OSError, ValueError):  # another version's; "max", no limit
+            with suppress(OSError, ValueError, ZeroDivisionError):  # another version's; "max", no limit
                 time, period = map(int, " ".join((group / file).read_text() for file in files).split())
                 least = min(least, time / period) if time > 0 else least  # -1: no limit
     return least

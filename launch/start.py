@@ -147,8 +147,11 @@ def end_after(main: Callable[[], None]) -> None:
             code = ended.code or 0
         else:  # a text
             console(f"{ended.code}", "stderr")
-    except BaseException:
-        console(traceback.format_exc().rstrip(), "stderr")
+    except BaseException as error:
+        if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
+            tell(sys.argv[0], f"error: {fault}")
+        else:
+            console(traceback.format_exc().rstrip(), "stderr")
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         flushing = threading.Thread(target=flush, daemon=True)  # a console that has stopped is waited for a second
@@ -392,7 +395,7 @@ def load(path: Path) -> ModuleType:
         if path.parent == ROOT or package.name not in IMPORTED or not package.is_dir():
             raise
         raise LaunchError(f"{error}: {HIDES.format(package, package.name)}", 1) from None
-    except (ImportError, SyntaxError, AttributeError) as error:
+    except (ImportError, SyntaxError, AttributeError, NameError, EOFError) as error:
         if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
             raise LaunchError(fault, 1) from None
         raise

@@ -5,6 +5,7 @@ import fcntl
 import io
 import importlib.util
 import os
+import py_compile
 import re
 import resource
 import shlex
@@ -815,6 +816,7 @@ CUT = {  # what a power cut may leave of a package: a file, its bytes once, its 
     "empty": ("torch/__init__.py", 9, "", "import torch; torch.SymInt", "torch: module 'torch' has no attribute 'SymInt': "),
     "an empty module": ("rich/console.py", 9, "", "from rich.console import Console", "rich: cannot import name 'Console' from 'rich."),
     "cut": ("numpy/__init__.py", 99, '\n"""NumPy', "import numpy", "numpy: unterminated triple-quoted string literal"),
+    "cut in a name": ("rich/console.py", 99, "x = regi", "import rich.console", "rich: name 'regi' is not defined"),
     "empty on purpose": ("torch/optim/__init__.py", 0, "", "from torch.optim import Muonn", ""),
     "of no such name": ("torch/optim/__init__.py", 0, "", "import torch.optim; torch.optim.Muonn", ""),
     "of another Python": ("numpy/__init__.py", 4, "x = \n", "import numpy", ""),
@@ -845,12 +847,45 @@ def test_a_package_of_which_a_file_is_cut_is_named(tmp_path, monkeypatch, case):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
     for module in [x for x in sys.modules if x.partition(".")[0] in ("torch", "rich", "numpy")]:
         monkeypatch.delitem(sys.modules, module)
-    with pytest.raises((ImportError, AttributeError, SyntaxError, ValueError)) as caught:
+    with pytest.raises((ImportError, AttributeError, SyntaxError, NameError)) as caught:
         exec(code, {})
     said = cut_package(caught.value)
     assert said.startswith(fault) and said.endswith(f": {AGAIN}") if fault else said == "", said
     monkeypatch.setattr(sys, "prefix", f"{ROOT}/.venv")
     assert not fault or cut_package(caught.value).endswith(f": delete {ROOT}/.venv, ./run.sh makes it again")
+
+
+@pytest.mark.parametrize("command", ["launch/start.py {}", "sample.py latest x --script={}"])
+@pytest.mark.parametrize("code", ["import odd.part", "import odd\nmain = lambda: main()\nclass Hyperparameters: x = odd.part"])
+def test_a_cut_package_that_an_idea_imports_is_one_line(tmp_path, command, code):
+    (folder := tmp_path / "site-packages" / "odd").mkdir(parents=True)
+    for name in ("__init__.py", "part.py"):
+        (folder / name).write_text("" if name == "__init__.py" else "x = ")
+    write_record(folder.parent, "odd/__init__.py" if "class" in code else "odd/part.py", 99)
+    (tmp_path / "idea.py").write_text(code)
+    environ = {**os.environ, "PYTHONPATH": f"{folder.parent}"}
+    command = [PYTHON, *command.format(tmp_path / "idea.py").split()]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    why = "module 'odd' has no attribute 'part'" if "class" in code else r"invalid syntax \(part.py, line 1\)"
+    said = rf"(idea|sample)\.py: error: odd cannot be imported: {why}: it is that of \S+, which PYTHONPATH names.*: unset it\n"
+    assert done.returncode == 1 and re.fullmatch(said, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("command", ["launch/start.py", "sample.py latest x", "data/local_text.py", "records/history.py --check"])
+def test_a_compiled_file_that_is_cut_is_named(tmp_path, command):
+    """"marshal data too short", after a power cut: a traceback, or PyTorch that cannot be imported."""
+    (folder := tmp_path / "site-packages" / "numpy").mkdir(parents=True)
+    (folder / "__init__.py").write_text("x = [1, 2, 3]")
+    compiled = Path(py_compile.compile(f"{folder}/__init__.py"))
+    compiled.write_bytes(compiled.read_bytes()[:-9])
+    environ = {**os.environ, "PYTHONPATH": f"{folder.parent}"}
+    done = subprocess.run([PYTHON, *command.split()], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    told = f"{Path(command.split()[0]).name if 'start' not in command else SCRIPT.name}: error: {compiled} is cut short: delete it"
+    assert (done.returncode, done.stderr) == (1, f"{told}, Python makes it again\n")
+    try:
+        raise EOFError  # an idea's own
+    except EOFError as error:
+        assert cut_package(error) == ""
 
 
 @pytest.mark.parametrize("command", ["launch/start.py", "sample.py latest x", "data/local_text.py", "records/history.py --check"])

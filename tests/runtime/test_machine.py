@@ -86,6 +86,7 @@ QUOTAS = {  # files below /sys/fs/cgroup, cores of the machine's 8, threads, /pr
     "more than there are": ({"cpu.max": "1600000 100000\n"}, 8, 8),
     "version 1": ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2, 2),
     "version 1, without one": ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8, 8),
+    "of no known form": ({"cpu.max": "150000 0\n"}, 8, 8, "nonsense\n"),
     "of a job": ({"job/cpu.max": "300000 100000\n", "job/step/cpu.max": "max 100000\n"}, 3, 3, "0::/job/step\n"),
     "of a job, version 1": ({"cpu/job/cpu.cfs_quota_us": "50000\n", "cpu/job/cpu.cfs_period_us": "100000\n",
                              "cpu/other/cpu.cfs_quota_us": "1\n", "cpu/other/cpu.cfs_period_us": "100000\n"}, 0.5, 1,
