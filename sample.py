@@ -64,8 +64,8 @@ except ImportError as problem:
         raise
     sys.exit(f"sample.py: error: not of one project with the modules beside --script ({problem}): run {sys.path[0]}/sample.py")
 except Exception as problem:
-    cut = launcher and runpy.run_path(f"{root}/launch/environment.py")["cut_package"](problem)
-    if not cut and ("torch" in sys.modules or __name__ != "__main__" or not os.path.exists(starter)):  # of ours, not PyTorch's
+    known = launcher and (isinstance(problem, MemoryError) or launcher["cut_package"](problem))
+    if not known and ("torch" in sys.modules or __name__ != "__main__" or not os.path.exists(starter)):  # of ours, not PyTorch's
         raise
     sys.exit(f"sample.py: error: {runpy.run_path(starter)['import_fault'](problem)}")
 

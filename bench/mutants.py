@@ -501,6 +501,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            _left[stream] = rest\n", "            _left[stream] = end.encode()\n"),
     ),
     "launch/environment.py": (
+        ("a limit of memory is a package to be made again", "faults/start::test_a_package_that_lacks_nothing_is_not_made_again",
+         'if "failed to map segment" in why:', "if False:"),
         ("a compiled file that is cut is a traceback", "faults/start::test_a_compiled_file_that_is_cut_is_named",
          "if isinstance(error, EOFError) and trace", "if False and trace"),
         ("a file of a package that is empty is none's fault", "faults/start::test_a_package_of_which_a_file_is_cut_is_named",
@@ -773,11 +775,11 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "launch/start.py": (
         ("a cut package that an idea imports is a traceback", "faults/start::test_a_cut_package_that_an_idea_imports_is_one_line",
-         """["cut_package"](error):
-            tell(""", """["cut_package"](None):
+         """cut_package(error):
+            tell(""", """cut_package(MemoryError()):
             tell("""),
         ("NumPy's fault is PyTorch's", "faults/start::test_a_cut_package_is_one_line",
-         """    if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
+         """    if fault := cut_package(error):
         return fault
 """, ""),
         ("a script without its ending is an unknown argument", "faults/start::test_a_script_named_without_its_ending_is_told",

@@ -327,6 +327,12 @@ def broken_package(name, error):
         if os.path.abspath(folder) == there:
             fault = "it is that of {}, which PYTHONPATH names, for another Python, say: unset it".format(folder)
             return "{} cannot be imported: {}: {}".format(name, why, fault)
+    libraries = os.environ.get("LD_LIBRARY_PATH")
+    if "failed to map segment" in why:
+        return "{} cannot be imported: {}: raise ulimit -v, or see that its disk is not mounted noexec".format(name, why)
+    if libraries and ("undefined symbol" in why or "version `" in why):
+        fault = "LD_LIBRARY_PATH={} may have another library of that name: unset it".format(libraries)
+        return "{} cannot be imported: {}: {}".format(name, why, fault)
     ours = os.path.join(ROOT, ".venv")
     again = "delete {}, ./run.sh makes it again".format(ours) if sys.prefix == ours else "install it again"
     return "{}: {}: {} lacks a package, or has half of one: {}".format(name, why, sys.executable, again)
@@ -374,8 +380,8 @@ def cut_package(error):
     module = getattr(error, "obj", None)  # of an AttributeError
     place = place or isinstance(module, type(sys)) and getattr(module, "__file__", "") or ""
     places = [place, trace.tb_frame.f_code.co_filename if trace else ""]  # the last: a name may be cut, too
-    cut = next(filter(is_cut, filter(None, places)), "")
-    return broken_package(package_of(cut), error) if cut else ""
+    cut = [x for x in places if isinstance(x, str) and is_cut(x)]
+    return broken_package(package_of(cut[0]), error) if cut else ""
 
 
 def tell_package_fault(kind, error, trace):

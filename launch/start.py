@@ -148,7 +148,7 @@ def end_after(main: Callable[[], None]) -> None:
         else:  # a text
             console(f"{ended.code}", "stderr")
     except BaseException as error:
-        if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
+        if fault := cut_package(error):
             tell(sys.argv[0], f"error: {fault}")
         else:
             console(traceback.format_exc().rstrip(), "stderr")
@@ -396,7 +396,7 @@ def load(path: Path) -> ModuleType:
             raise
         raise LaunchError(f"{error}: {HIDES.format(package, package.name)}", 1) from None
     except (ImportError, SyntaxError, AttributeError, NameError, EOFError) as error:
-        if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
+        if fault := cut_package(error):
             raise LaunchError(fault, 1) from None
         raise
     except SystemExit as left:  # with its own message, or without a word
@@ -411,9 +411,16 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def cut_package(error: BaseException) -> str:
+    """What launch/environment.py says of it; without memory nothing, as it could not be read."""
+    return "" if isinstance(error, MemoryError) else runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error)
+
+
 def import_fault(error: Exception) -> str:
     """What to say where PyTorch's own import fails, as by what it reads in the environment. sample.py asks, too."""
-    if fault := runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error):
+    if isinstance(error, MemoryError):
+        return "PyTorch cannot be imported, no memory is left: raise ulimit -v, or free some"
+    if fault := cut_package(error):
         return fault
     why = " ".join(f"{error}".split())[:150] or repr(error)
     named = (name for name in os.environ if name in f"{error}" and name.startswith(("TORCH", "PYTORCH", "TRITON")))

@@ -8,6 +8,7 @@ import os
 import py_compile
 import re
 import resource
+import runpy
 import shlex
 import shutil
 import signal
@@ -31,7 +32,7 @@ from common import (
 )  # fmt: skip
 from data.shards import read_shard, shard_name, write_shard
 from launch import start as launcher
-from launch.environment import cut_package, package_fault
+from launch.environment import broken_package, cut_package, package_fault
 from launch.start import Ranks
 from runtime import checkpoints
 from runtime.options import parse_options
@@ -812,6 +813,25 @@ def test_an_import_that_fails_is_a_packages_fault_or_ours(tmp_path, monkeypatch,
     assert said.startswith(fault) if fault else said == ""
 
 
+@pytest.mark.parametrize("why, libraries, advice", [
+    ("libtorch_cpu.so: failed to map segment from shared object", "", "raise ulimit -v, or see that its disk is not mounted noexec"),
+    ("a.so: undefined symbol: x, version CXXABI_1.3", "/old", "LD_LIBRARY_PATH=/old may have another library of that name: unset it"),
+    ("a.so: undefined symbol: x, version CXXABI_1.3", "", f"{PYTHON} lacks a package, or has half of one: {AGAIN}"),
+    ("No module named 'numpy._core'", "/old", f"{PYTHON} lacks a package, or has half of one: {AGAIN}"),
+])  # fmt: skip
+def test_a_package_that_lacks_nothing_is_not_made_again(monkeypatch, why, libraries, advice):
+    """Under a limit of memory, or with a cluster's libraries, the advice was to install it again."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", libraries)
+    assert broken_package("numpy", ImportError(why)).endswith(f": {why}: {advice}")
+
+
+def test_a_lack_of_memory_at_the_import_is_told(monkeypatch):
+    """By nothing that itself needs some: environment.py could not be read."""
+    monkeypatch.setattr(runpy, "run_path", lambda *_: pytest.fail("reads a file"))
+    assert launcher.import_fault(MemoryError()) == "PyTorch cannot be imported, no memory is left: raise ulimit -v, or free some"
+    assert launcher.cut_package(MemoryError()) == ""
+
+
 CUT = {  # what a power cut may leave of a package: a file, its bytes once, its text, what then imports it, the fault
     "empty": ("torch/__init__.py", 9, "", "import torch; torch.SymInt", "torch: module 'torch' has no attribute 'SymInt': "),
     "an empty module": ("rich/console.py", 9, "", "from rich.console import Console", "rich: cannot import name 'Console' from 'rich."),
@@ -886,6 +906,7 @@ def test_a_compiled_file_that_is_cut_is_named(tmp_path, command):
         raise EOFError  # an idea's own
     except EOFError as error:
         assert cut_package(error) == ""
+    assert cut_package(ImportError("an idea's", path=5)) == ""
 
 
 @pytest.mark.parametrize("command", ["launch/start.py", "sample.py latest x", "data/local_text.py", "records/history.py --check"])
