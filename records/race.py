@@ -101,7 +101,7 @@ def sources(scripts: list[Path]) -> dict[str, str]:
 
 
 def place(path: Path) -> str:
-    """Within the project, which may be moved while its race rests, or be elsewhere on another host: from its folder."""
+    """Its path; within the project from there, as that may be renamed, or mounted elsewhere, while its race rests."""
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 

@@ -23,8 +23,9 @@ FAR_APART = timedelta(days=1)  # runs of one machine, if nothing but their dates
 def compare(groups: list[Group], target: float, pairs: bool = False) -> list[dict]:
     """All figures of the groups, the first being the baseline, each with its verdict. Times in seconds.
 
-    pairs: run i of each with its partner, of groups that in_pairs gives. p-values of several ideas are corrected by Holm's method: those of times,
-    of losses and of times at equal loss each as one family. Raises InputError for runs that make no pairs.
+    pairs: each run with its partner in the baseline, of groups that in_pairs gives. p-values of several ideas are corrected by
+    Holm's method: those of times, of losses and of times at equal loss each as one family. Raises InputError for runs that make
+    no pairs.
     """
     rows = [own_figures(groups[0], target)]
     for group in groups[1:]:

@@ -93,7 +93,7 @@ def full_precision():
 
 
 @pytest.fixture(autouse=True)
-def other_shards():
+def forget_shards():
     """A test's folder goes when it passes, and another's may have its path."""
     for found in (LISTED, CHECKED, HELD):
         found.clear()
