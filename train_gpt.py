@@ -665,7 +665,7 @@ POLAR_EXPRESS_COEFFICIENTS = (
 
 
 def polar_express(G: Tensor) -> Tensor:
-    """The orthogonal factor of each matrix of G, nearly: singular values end between about 0.85 and 1.15.
+    """The orthogonal factor of each matrix of G, nearly: singular values above 0.2 % of its norm end between 0.85 and 1.15.
 
     G (n, rows, cols), any float dtype; result the same shape, in fp64 where G is, in fp32 in a run on a CPU
     without bf16 units, else in bf16. Tall matrices multiply on the right: the Gram matrix is the smaller one,

@@ -324,6 +324,8 @@ CHANGES = {  # by file: what, tests, old, new
          "if size is not None and", "if None and"),
     ),
     "data/fineweb.py": (
+        ("what is no list of files is tried again", "data/downloads::test_a_list_that_never_ends_or_makes_no_sense_is_named",
+         "if not isinstance(found, kind):", "if found is None:"),
         ("a parquet file that was there is deleted", "data/downloads::test_a_parquet_file_that_was_there_is_used_and_stays",
          "    if not found and name not in", "    if name not in"),
         ("a page that leads to itself is followed", "data/downloads::test_a_list_that_never_ends_or_makes_no_sense_is_named",
@@ -338,6 +340,9 @@ CHANGES = {  # by file: what, tests, old, new
          "data/encodings::test_a_server_that_does_not_answer_is_not_waited_for_without_end", "HTTPAdapter.send = send\n", "pass\n"),
     ),
     "data/loader.py": (
+        ("batches are known by their sum alone",
+         "runtime/checkpoints::test_a_checkpoint_whose_steps_took_other_batches_is_refused",
+         "sizes = itertools.groupby(batch_tokens(step) for step in range(steps))", "sizes = [(sum(map(batch_tokens, range(steps))), [0])]"),
         ("shards of two makers are trained on", "data/loader::test_shards_of_two_makers_are_no_data",
          "if others := sorted(shards - own):", "if others := ():"),
         ("tokens of a shard that gives no whole step are not told", "runtime/bad_input::test_a_bad_shard_is_named",
@@ -774,6 +779,9 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a file that is no script is an unrecognized argument",
+         "faults/start::test_a_script_named_without_its_ending_is_told",
+         "if given and not named and given[0] and any(", "if None and any("),
         ("a cut package that an idea imports is a traceback", "faults/start::test_a_cut_package_that_an_idea_imports_is_one_line",
          """cut_package(error):
             tell(""", """cut_package(MemoryError()):
@@ -922,7 +930,7 @@ CHANGES = {  # by file: what, tests, old, new
          "    ranks.check_same({name: f\"{x}\" for name, x in leaves(state) if not isinstance(x, Tensor)})\n", ""),
         ("a run goes on elsewhere in the data",
          "runtime/checkpoints::test_a_checkpoint_whose_steps_took_other_batches_is_refused",
-         '{"tokens": sum(map(manager.batch_tokens, range(saved["step"]))), **', "{**"),
+         '{"tokens in batches": batches_in_words(manager.batch_tokens, saved["step"]), **', "{**"),
         ("room for the pending gradients of one rank",
          "faults/start::test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ranks",
          '(ranks if name.startswith("partial.") else 1)', "1"),
@@ -1093,6 +1101,9 @@ CHANGES = {  # by file: what, tests, old, new
          "gain = mean(told), mean(a.losses) - mean(b.losses)", "gain = mean(told), mean(b.losses) - mean(a.losses)"),
     ),
     "records/extract.py": (
+        ("a folder that may not be written to is not named",
+         "records/extract::test_a_folder_that_may_not_be_written_to_is_named",
+         "if fault := tool.place_fault(folder):", "if None:"),
         ("files that a run read are not named", "faults/tools::test_files_that_the_run_read_and_no_log_holds_are_named",
          "if read := files_read(", "if read := not files_read("),
         ("what is no source is taken out of a log", "records/extract::test_what_is_no_source_is_refused",
@@ -1145,6 +1156,9 @@ CHANGES = {  # by file: what, tests, old, new
          "if self.in_class or self.is_decorated:", "if self.is_decorated:"),
     ),
     "records/race.py": (
+        ("a race in another user's project ends in Python's words",
+         "records/race::test_a_project_of_another_user_is_named_and_what_to_do",
+         "if not folder.exists() and (fault :=", "if None and (fault :="),
         ("a race cannot go on where its project has moved", "records/race::test_a_race_goes_on_where_its_project_has_moved",
          "return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)", "return str(path)"),
         ("modules of this program hide a script's", "records/race::test_what_this_program_has_imported_hides_no_source_of_a_script",

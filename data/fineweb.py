@@ -157,14 +157,23 @@ def list_parquet(subset: str) -> tuple[str, list[str]]:
         hf_raise_for_status(response)
         return response
 
+    def content(response: Any, kind: type) -> Any:
+        try:
+            found = response.json()
+        except ValueError:  # no JSON
+            found = None
+        if not isinstance(found, kind):
+            raise DataError(f"it answers, and not as a hub does, with {response.text!a:.80}: a login page, or another HF_ENDPOINT?")
+        return found
+
     def ask() -> tuple[str, list[str]]:
-        commit = answer(place).json().get("sha")
+        commit = content(answer(place), dict).get("sha")
         if not re.fullmatch("[0-9a-f]{40,64}", f"{commit}"):
             raise DataError(f"its answer names no commit of the dataset: sha is {commit!a:.80}")
         url, names = f"{place}/tree/{commit}{subset and '/'}{quote(subset, safe='')}?recursive=true&expand=false", []
         for _ in range(MAX_PAGES):
             page = answer(url)
-            names += [entry["path"] for entry in page.json() if entry["path"].endswith(".parquet")]
+            names += [name for entry in content(page, list) if (name := entry["path"]).endswith(".parquet")]
             if len({*names}) < len(names):
                 raise DataError("its list has a file twice: does a page lead to itself?")
             if not (url := page.links.get("next", {}).get("url")):

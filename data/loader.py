@@ -112,7 +112,7 @@ class Documents:
         self.tokens = read_unchanged(path, vocab_size)
         self.starts = np.flatnonzero(self.tokens == bos_id)
         if not len(self.starts):
-            raise DataError(f"{path}: no document begins in it (no token {bos_id}): other shards, or --bos_id?")
+            raise DataError(f"{path}: no document begins in it (no token {bos_id}): other shards, or longer ones, or --bos_id?")
         lengths = np.diff(self.starts, append=len(self.tokens))
         self.lengths = np.minimum(lengths, max_doc_len)
         self.ends = np.concatenate(([0], np.cumsum(self.lengths)))
@@ -173,6 +173,13 @@ def plan_batches(
                 break
             yield documents, tokens, ranges
             first, step = ranges[-1][1], step + 1
+
+
+def batches_in_words(batch_tokens: Callable[[int], int], steps: int) -> str:
+    """The batches of the first steps, as "384 × 24576 + 256 × 49152". At which document the next one begins depends on each, not
+    on their sum alone: every micro-batch drops the rest of its last document."""
+    sizes = itertools.groupby(batch_tokens(step) for step in range(steps))
+    return " + ".join(f"{len([*alike])} × {tokens}" for tokens, alike in sizes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
 def write(sources: dict[str, bytes], folder: Path, force: bool) -> list[Path]:
     """See extract."""
     check_folder(folder, sources, force)
+    if fault := tool.place_fault(folder):
+        raise ExtractError(f"{fault}: choose another folder")
     paths = [folder / name for name in sources]
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     with tempfile.TemporaryDirectory(prefix=".extract-", dir=existing) as staging, ExitStack() as undo:

@@ -68,6 +68,12 @@ def write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def place_fault(folder: Path) -> str:
+    """Why this process can make nothing in a folder that is there, or is made; nothing if it can."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written to"
+
+
 @contextlib.contextmanager
 def alone(folder: Path, wait: bool = True) -> Iterator[None]:
     """Keeps others that ask for it out of a folder, which is there, or waits for one inside, with a message; a file system without

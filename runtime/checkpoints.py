@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.loader import batches_in_words
 from data.shards import drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
 from launch.machine import check_common
@@ -202,16 +203,15 @@ def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[st
     other = ["other shards: name its own by --data, or make them again by the same Python"] * any(x in read for x in changed)
     raise_if(path, other + faults + [f"{x} is {there[x]!r}, here {here[x]!r}" for x in changed])
     check_usable(path, saved, manager, settings.total_iterations)
-    due = {"tokens": sum(map(manager.batch_tokens, range(saved["step"]))), **manager.ticks(saved["step"])}.items()
-    raise_if(path, [f"its steps took {took[x]!r:.30} {x}, here they take {n}" for x, n in due if f"{took.get(x, n)}" != str(n)])
+    due = {"tokens in batches": batches_in_words(manager.batch_tokens, saved["step"]), **manager.ticks(saved["step"])}.items()
+    raise_if(path, [f"its steps took {took[x]!s:.90} {x}, here {n!s:.90}" for x, n in due if f"{took.get(x, n)}" != f"{n}"])
 
 
 def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) -> None:
     """Raise CheckpointError unless the checkpoint is complete, consistent and of a model like the manager's."""
-    saved = {"course": {}, **saved}  # which older ones do not hold
     texts, nests = {"header": "", "lines": ""}, dict.fromkeys(("course", "hyperparameters", "sources", "shards", "state"), {})
-    there = {name: {} for name in nests if isinstance(saved.get(name), dict)}
-    raise_if(path, differences({**saved, **there}, {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests}))
+    there = {"course": {}, **saved} | {name: {} for name in nests if isinstance(saved.get(name), dict)}  # as older ones
+    raise_if(path, differences(there, {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests}))
     step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
     raise_if(path, [] if 0 <= step <= total else [f"step is {step}, must be 0 to {total}"])
     faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]

@@ -57,6 +57,7 @@ class Hub(ThreadingHTTPServer):
         self.status = 500
         self.endless: set[str] = set()  # GETs of these paths send more and more, and no length
         self.commit: object = COMMIT
+        self.says = b""  # instead of what the hub says of a dataset
         self.next_pages: list[str] = []  # the addresses that the next pages of a list of files name
         self.log: list[tuple[str, str, str | None]] = []  # method, path, range
         self.sent = 0  # bytes of bodies
@@ -114,6 +115,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.sent += 2**16
 
     def answer_api(self, path: str) -> None:
+        if self.server.says and "datasets" in path:
+            return self.reply(200, self.server.says, {})
         if path.endswith("/revision/main") or path == "api/datasets/HuggingFaceFW/fineweb":
             return self.reply(200, json.dumps({"id": "HuggingFaceFW/fineweb", "sha": self.server.commit}).encode(), {})
         subset = path.split(f"/tree/{COMMIT}/")[1]
@@ -746,6 +749,8 @@ BAD_LISTS = [  # what the hub's list is, and what of it is told
     ({"commit": None}, r"\(attempt 1 of 5\): its answer names no commit of the dataset: sha is None"),
     ({"commit": 7}, r"\(attempt 1 of 5\): its answer names no commit of the dataset: sha is 7"),
     ({"breaks": [("stall", 1)] * 5}, r"\(attempt 5 of 5\): .*timed out"),
+    ({"says": b"<html>Log in</html>"}, r"\(attempt 1 of 5\): it answers, .* with '<html>Log in</html>': a login page, or another"),
+    ({"says": b"[]"}, r"\(attempt 1 of 5\): it answers, and not as a hub does, with '\[\]': a login page"),
 ]
 
 

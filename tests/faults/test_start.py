@@ -779,6 +779,9 @@ def test_a_script_named_without_its_ending_is_told(start, tmp_path, monkeypatch)
     assert code == 2 and lines[-1].endswith(f"unrecognized arguments: --num_sch=3 --keep=1 --num=2 (did you mean {hint}?)"), lines
     said = "start.py: error: ideas/idea: a script's name ends in .py: ./run.sh ideas/idea.py"
     assert start("ideas/idea", "--seed=1") == (2, [said], ())
+    Path("ideas/idea.py.bak").touch()
+    for other in "ideas/idea.py.bak", "ideas/", "README.md":  # the last in the project
+        assert start(other, "--seed=1") == (2, [f"start.py: error: {other}: no script: a script's name ends in .py"], ())
 
 
 @pytest.mark.parametrize("tool", ["sample.py x", "bench/resumes.py", "data/local_text.py", "records/history.py"])
@@ -865,10 +868,13 @@ def test_a_package_of_which_a_file_is_cut_is_named(tmp_path, monkeypatch, case):
         write_record(tmp_path / "site-packages", name, size)
     monkeypatch.setattr(sys, "path", [f"{tmp_path}/site-packages", f"{tmp_path}", *sys.path])
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
+    before = {*sys.modules}
     for module in [x for x in sys.modules if x.partition(".")[0] in ("torch", "rich", "numpy")]:
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises((ImportError, AttributeError, SyntaxError, NameError)) as caught:
         exec(code, {})
+    for module in {*sys.modules} - before:  # a later test would import what is here
+        del sys.modules[module]
     said = cut_package(caught.value)
     assert said.startswith(fault) and said.endswith(f": {AGAIN}") if fault else said == "", said
     monkeypatch.setattr(sys, "prefix", f"{ROOT}/.venv")

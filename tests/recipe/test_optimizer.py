@@ -74,6 +74,15 @@ def test_polar_express_in_bf16_ends_in_the_quintics_band(rows: int, cols: int) -
     assert band.min() - 20 * U16 <= found.min() and found.max() <= band.max() + 20 * U16
 
 
+def test_singular_values_above_0_2_percent_of_the_norm_end_near_one() -> None:
+    """So the docstring says. Of a random square matrix some are smaller, and end well below 1."""
+    tall, square = (polar_express(normal(name, (1, rows, 256)).double()) for name, rows in (("tall", 1024), ("square", 256)))
+    share = torch.linspace(2e-3, 1, 100_000, dtype=F64)
+    for ended in quintics(share / 1.02), torch.linalg.svdvals(tall):
+        assert 0.85 < ended.min() and ended.max() < 1.15
+    assert torch.linalg.svdvals(square).min() < 0.5
+
+
 def test_polar_express_is_the_same_for_a_transposed_matrix() -> None:
     X = normal("X", (2, 24, 8)).double()
     assert (polar_express(X.mT.contiguous()) - polar_express(X).mT).abs().max() <= 1000 * 8 * U64

@@ -443,7 +443,7 @@ def test_a_checkpoint_from_before_a_longer_window_is_refused(shards, tmp_path, m
     monkeypatch.setattr(train_gpt, "TAIL_TABLE", (short[0]._replace(window=0.6),))
     saved = tmp_path / "logs" / "run"
     at = lambda step: options(shards, tmp_path, **more, run_id=f"from{step}", resume=saved / f"step_{step:06d}.pt")
-    message = r"step_000004.pt cannot be resumed: its steps took 0 weights into lm_head.average_1, here they take 1$"
+    message = r"step_000004.pt cannot be resumed: its steps took 0 weights into lm_head.average_1, here 1$"
     ends_with(capsys, at(4), message, 1)
     assert sample(train_gpt, f"{saved / 'step_000004.pt'}", "def ", 3, 1.0)
     main(at(2))

@@ -182,6 +182,16 @@ def test_an_error_midway_leaves_everything_as_it_was(tmp_path, monkeypatch, writ
     assert (sorted(tmp_path.rglob("*")), tree(tmp_path)) == before
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_that_may_not_be_written_to_is_named(tmp_path, monkeypatch, there):
+    """In place of a hidden one in it, with Python's words."""
+    (tmp_path / "log.txt").write_bytes(make_log(SOURCES))
+    (folder := tmp_path / "own" if there else tmp_path).mkdir(exist_ok=True)
+    monkeypatch.setattr(tool.os, "access", lambda path, mode: path != folder)
+    with pytest.raises(SystemExit, match=f"^extract.py: error: {folder} may not be written to: choose another folder$"):
+        extract.main([f"{tmp_path / 'log.txt'}", f"{tmp_path / 'own'}"])
+
+
 def test_two_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
     """The second waits, and finds the first one's files; at once, both found the folder empty."""
     (tmp_path / "log.txt").write_bytes(make_log(SOURCES))

@@ -281,6 +281,14 @@ def test_a_file_in_the_folders_place_is_named(track, tmp_path):
         track()
 
 
+def test_a_project_of_another_user_is_named_and_what_to_do(track, tmp_path, monkeypatch):
+    """Python's "[Errno 13] Permission denied", of a folder that is not there."""
+    monkeypatch.setattr(race.tool.os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(SystemExit, match=f"^race.py: error: {tmp_path} may not be written to: give another --logs$"):
+        track()
+    assert not (tmp_path / "logs").exists()
+
+
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(track, tmp_path):
     """The folders of its mount point were made."""
     (tmp_path / "logs").symlink_to(tmp_path / "disk" / "logs")

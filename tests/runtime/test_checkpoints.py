@@ -279,7 +279,7 @@ def test_numpys_numbers_in_a_schedule_are_saved_as_pythons(shards, tmp_path, mon
     stages = tuple(stage._replace(batch=np.int64(stage.batch)) for stage in train_gpt.STAGES)
     monkeypatch.setattr(train_gpt, "STAGES", stages)
     main(options(shards, tmp_path, save_every=4))
-    assert type(read_checkpoint(tmp_path / "logs" / "run" / END)["course"]["tokens"]) is int
+    assert read_checkpoint(tmp_path / "logs" / "run" / END)["course"]["tokens in batches"].startswith("2 × 256 + ")
 
 
 def test_moments_in_fp8_are_looked_at():
@@ -372,14 +372,18 @@ def test_a_checkpoint_whose_steps_took_other_batches_is_refused(unbroken, shards
     path = unbroken / "run" / "step_000004.pt"
     at = lambda path, run_id: options(shards, tmp_path, **BF16, run_id=run_id, resume=path)
     first, *rest = train_gpt.STAGES
-    monkeypatch.setattr(train_gpt, "STAGES", (first._replace(batch=first.batch // 2), *rest))
-    steps = r"its steps took \d+ tokens, here they take \d+"
-    ends_with(capsys, at(path, "a"), f"step_000004.pt cannot be resumed: {steps}", 1)
+    less = first._replace(batch=4), *rest
+    alike = first._replace(batch=12), rest[0]._replace(batch=12), rest[1]  # as many tokens, and yet other documents
+    for stages, steps in (less, "2 × 64 + 2 × 256"), (alike, "4 × 192"):
+        monkeypatch.setattr(train_gpt, "STAGES", stages)
+        refused = f"its steps took 2 × 128 + 2 × 256 tokens in batches, here {steps}\n"
+        ends_with(capsys, at(path, "a"), re.escape(f"step_000004.pt cannot be resumed: {refused}"), 1)
     monkeypatch.setattr(train_gpt, "STAGES", (first, *rest[:-1], rest[-1]._replace(batch=rest[-1].batch // 2)))
     main(at(path, "b"))
     saved = read_checkpoint(path)
     settings = Hyperparameters(**saved["hyperparameters"])
-    assert saved.pop("course")["tokens"] == sum(train_gpt.step_schedule(step, settings).batch_tokens for step in range(4))
+    sizes = [train_gpt.step_schedule(step, settings).batch_tokens for step in range(4)]
+    assert saved.pop("course")["tokens in batches"] == f"2 × {sizes[0]} + 2 × {sizes[2]}"
     write_checkpoint(tmp_path / "older" / "step_000004.pt", saved, keep=1)  # as older versions wrote them
     main(at(tmp_path / "older" / "step_000004.pt", "c"))
 
