@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -145,6 +145,10 @@ def is_whole(path: Path, tokens: int) -> bool:
         return False
 
 
+def lists_paths(entries: Any) -> bool:
+    return isinstance(entries, list) and all(isinstance(x, dict) and isinstance(x.get("path"), str) for x in entries)
+
+
 def list_parquet(subset: str) -> tuple[str, list[str]]:
     """The dataset's current commit, and the parquet files below its folder `subset`, in order. Raises DataError.
 
@@ -157,23 +161,23 @@ def list_parquet(subset: str) -> tuple[str, list[str]]:
         hf_raise_for_status(response)
         return response
 
-    def content(response: Any, kind: type) -> Any:
+    def content(response: Any, serves: Callable[[Any], bool]) -> Any:
         try:
             found = response.json()
         except ValueError:  # no JSON
             found = None
-        if not isinstance(found, kind):
+        if not serves(found):
             raise DataError(f"it answers, and not as a hub does, with {response.text!a:.80}: a login page, or another HF_ENDPOINT?")
         return found
 
     def ask() -> tuple[str, list[str]]:
-        commit = content(answer(place), dict).get("sha")
+        commit = content(answer(place), lambda x: isinstance(x, dict)).get("sha")
         if not re.fullmatch("[0-9a-f]{40,64}", f"{commit}"):
             raise DataError(f"its answer names no commit of the dataset: sha is {commit!a:.80}")
         url, names = f"{place}/tree/{commit}{subset and '/'}{quote(subset, safe='')}?recursive=true&expand=false", []
         for _ in range(MAX_PAGES):
             page = answer(url)
-            names += [name for entry in content(page, list) if (name := entry["path"]).endswith(".parquet")]
+            names += [name for entry in content(page, lists_paths) if (name := entry["path"]).endswith(".parquet")]
             if len({*names}) < len(names):
                 raise DataError("its list has a file twice: does a page lead to itself?")
             if not (url := page.links.get("next", {}).get("url")):

@@ -175,11 +175,12 @@ def plan_batches(
             first, step = ranges[-1][1], step + 1
 
 
-def batches_in_words(batch_tokens: Callable[[int], int], steps: int) -> str:
-    """The batches of the first steps, as "384 × 24576 + 256 × 49152". At which document the next one begins depends on each, not
-    on their sum alone: every micro-batch drops the rest of its last document."""
-    sizes = itertools.groupby(batch_tokens(step) for step in range(steps))
-    return " + ".join(f"{len([*alike])} × {tokens}" for tokens, alike in sizes)
+def tokens_taken(batch_tokens: Callable[[int], int], steps: int) -> dict[str, str]:
+    """By the first steps: in batches, as "384 × 24576 + 256 × 49152", and in all. At which document the next one begins depends on
+    each batch, not on their sum alone: every micro-batch drops the rest of its last document."""
+    sizes = [batch_tokens(step) for step in range(steps)]
+    terms = (f"{len([*alike])} × {tokens}" for tokens, alike in itertools.groupby(sizes))
+    return {"tokens in batches": " + ".join(terms), "tokens": f"{sum(sizes)}"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Nests of dicts, lists and tuples: what a manager's state and a checkpoint are."""
 
 import io
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,3 +82,11 @@ def differences(found: Any, expected: Any, name: str = "") -> list[str]:
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         here, there = (f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (expected, found))
     return [f"{name[:-1]} is {there}, here {here}"] if here != there else []
+
+
+def unlike(was: Any, now: Any) -> list[tuple[str, str]]:
+    """Both in words, unless these are the same: of sums, as "2 × 128 + 2 × 256", from the first term that is another, cut short."""
+    terms = [f"{x}".split(" + ") for x in (was, now)]
+    alike = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*terms))])
+    was, now = (" + ".join(["…"] * bool(alike) + x[alike:])[:90] for x in terms)
+    return [(was, now)] if terms[0] != terms[1] else []

@@ -47,8 +47,6 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
 def write(sources: dict[str, bytes], folder: Path, force: bool) -> list[Path]:
     """See extract."""
     check_folder(folder, sources, force)
-    if fault := tool.place_fault(folder):
-        raise ExtractError(f"{fault}: choose another folder")
     paths = [folder / name for name in sources]
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     with tempfile.TemporaryDirectory(prefix=".extract-", dir=existing) as staging, ExitStack() as undo:
@@ -111,6 +109,8 @@ def check_folder(folder: Path, names: dict[str, bytes], force: bool) -> None:
         raise ExtractError(f"{folder}: not a folder")
     if (place := os.path.realpath(folder)) == os.path.dirname(place):
         raise ExtractError(f"{folder} is the root of all folders: choose another (is a shell variable not set?)")
+    if fault := tool.place_fault(folder):
+        raise ExtractError(f"{fault}: choose another")
     for parent in sorted({folder / parent for name in names for parent in PurePosixPath(name).parents} - {folder}):
         if parent.is_symlink():
             raise ExtractError(f"{parent} is a link: choose another folder, or remove it")

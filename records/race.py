@@ -328,7 +328,8 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(chosen.logs or ROOT / "logs" / f"race-{names[0]}-{names[1]}")
     try:
         if not chosen.compare:
-            if not folder.exists() and (fault := tool.place_fault(folder)):
+            new = [name for name in names if not os.path.isdir(folder / name)]
+            if new and (fault := tool.place_fault(folder)):
                 raise RaceError(f"{fault}: give another --logs")
             folder.mkdir(parents=True, exist_ok=True)  # not behind a link to a disk that is not mounted
         folder = Path(os.path.realpath(folder))

@@ -70,7 +70,9 @@ def write(path: Path, text: str) -> None:
 
 def place_fault(folder: Path) -> str:
     """Why this process can make nothing in a folder that is there, or is made; nothing if it can."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        return f"{there} is no folder, or a link to one that is not there"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written to"
 
 

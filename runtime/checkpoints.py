@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.loader import batches_in_words
+from data.loader import tokens_taken
 from data.shards import drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
 from launch.machine import check_common
-from launch.nests import check_tree, differences, leaves, map_tensors, non_finite
+from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, unlike
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
@@ -203,8 +203,8 @@ def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[st
     other = ["other shards: name its own by --data, or make them again by the same Python"] * any(x in read for x in changed)
     raise_if(path, other + faults + [f"{x} is {there[x]!r}, here {here[x]!r}" for x in changed])
     check_usable(path, saved, manager, settings.total_iterations)
-    due = {"tokens in batches": batches_in_words(manager.batch_tokens, saved["step"]), **manager.ticks(saved["step"])}.items()
-    raise_if(path, [f"its steps took {took[x]!s:.90} {x}, here {n!s:.90}" for x, n in due if f"{took.get(x, n)}" != f"{n}"])
+    due = {**tokens_taken(manager.batch_tokens, saved["step"]), **manager.ticks(saved["step"])}.items()
+    raise_if(path, [f"its steps took {was} {x}, here {now}" for x, n in due for was, now in unlike(took.get(x, n), n)])
 
 
 def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from data.loader import FetchedAhead, batches_in_words
+from data.loader import FetchedAhead, tokens_taken
 from data.shards import check_free, keep_lock, lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
 from launch.machine import check_common, checksum, checksums, peak_memory, refuse_lack_of_memory
@@ -199,7 +199,7 @@ class Run:
                 raise ValueError(f"{'; '.join(kinds[:3])}: updates must keep initial_state's kinds; stopped, not saved")
             s, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
             saved = {"run_id": s.run_id, "step": step, "seconds": self.clock.before, "log": log, "shards": self.shards}
-            course = {"tokens in batches": batches_in_words(self.manager.batch_tokens, step), **self.manager.ticks(step)}
+            course = {**tokens_taken(self.manager.batch_tokens, step), **self.manager.ticks(step)}
             saved |= {"hyperparameters": dataclasses.asdict(s), "sources": self.logged, "course": course, "state": state}
             try:
                 checkpoints.write_checkpoint(path, saved, s.keep_checkpoints)

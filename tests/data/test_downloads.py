@@ -57,6 +57,7 @@ class Hub(ThreadingHTTPServer):
         self.status = 500
         self.endless: set[str] = set()  # GETs of these paths send more and more, and no length
         self.commit: object = COMMIT
+        self.lists: list | None = None  # instead of a dataset's files
         self.says = b""  # instead of what the hub says of a dataset
         self.next_pages: list[str] = []  # the addresses that the next pages of a list of files name
         self.log: list[tuple[str, str, str | None]] = []  # method, path, range
@@ -122,6 +123,7 @@ class Handler(BaseHTTPRequestHandler):
         subset = path.split(f"/tree/{COMMIT}/")[1]
         names = [name.removeprefix(PARQUET + "/") for name in self.server.files]
         entries = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names if name.startswith(subset + "/")]
+        entries = self.server.lists or entries
         if not entries:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
         link = {"Link": f'<{self.server.next_pages.pop(0)}>; rel="next"'} if self.server.next_pages else {}
@@ -750,6 +752,8 @@ BAD_LISTS = [  # what the hub's list is, and what of it is told
     ({"commit": 7}, r"\(attempt 1 of 5\): its answer names no commit of the dataset: sha is 7"),
     ({"breaks": [("stall", 1)] * 5}, r"\(attempt 5 of 5\): .*timed out"),
     ({"says": b"<html>Log in</html>"}, r"\(attempt 1 of 5\): it answers, .* with '<html>Log in</html>': a login page, or another"),
+    ({"lists": ["a"]}, r"\(attempt 1 of 5\): it answers, and not as a hub does, with '\[\"a\"\]': a login page"),
+    ({"lists": [{"type": "file"}]}, r"\(attempt 1 of 5\): it answers, and not as a hub does, with .*: a login page"),
     ({"says": b"[]"}, r"\(attempt 1 of 5\): it answers, and not as a hub does, with '\[\]': a login page"),
 ]
 

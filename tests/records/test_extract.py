@@ -188,8 +188,14 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path, monkeypatch, the
     (tmp_path / "log.txt").write_bytes(make_log(SOURCES))
     (folder := tmp_path / "own" if there else tmp_path).mkdir(exist_ok=True)
     monkeypatch.setattr(tool.os, "access", lambda path, mode: path != folder)
-    with pytest.raises(SystemExit, match=f"^extract.py: error: {folder} may not be written to: choose another folder$"):
+    with pytest.raises(SystemExit, match=f"^extract.py: error: {folder} may not be written to: choose another$"):
         extract.main([f"{tmp_path / 'log.txt'}", f"{tmp_path / 'own'}"])
+
+
+def test_a_folder_in_a_file_is_refused(tmp_path):
+    (log := tmp_path / "log.txt").write_bytes(make_log(SOURCES))
+    with pytest.raises(extract.ExtractError, match=f"^{log} is no folder, or a link to one that is not there: choose another$"):
+        extract.extract(log, log / "own" / "idea")
 
 
 def test_two_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):

@@ -287,6 +287,10 @@ def test_a_project_of_another_user_is_named_and_what_to_do(track, tmp_path, monk
     with pytest.raises(SystemExit, match=f"^race.py: error: {tmp_path} may not be written to: give another --logs$"):
         track()
     assert not (tmp_path / "logs").exists()
+    (folder := tmp_path / "logs").mkdir()
+    monkeypatch.setattr(race.tool.os, "access", lambda path, mode: path != folder)
+    with pytest.raises(SystemExit, match=f"^race.py: error: {folder} may not be written to: give another --logs$"):
+        track()
 
 
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(track, tmp_path):

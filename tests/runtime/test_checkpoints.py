@@ -374,10 +374,18 @@ def test_a_checkpoint_whose_steps_took_other_batches_is_refused(unbroken, shards
     first, *rest = train_gpt.STAGES
     less = first._replace(batch=4), *rest
     alike = first._replace(batch=12), rest[0]._replace(batch=12), rest[1]  # as many tokens, and yet other documents
-    for stages, steps in (less, "2 × 64 + 2 × 256"), (alike, "4 × 192"):
+    later = first, rest[0]._replace(batch=12), rest[1]
+    for stages, was, here in (
+        (less, "2 × 128 + 2 × 256 tokens in batches, here 2 × 64 + 2 × 256", "; its steps took 768 tokens, here 640"),
+        (alike, "2 × 128 + 2 × 256 tokens in batches, here 4 × 192", ""),
+        (later, "… + 2 × 256 tokens in batches, here … + 2 × 192", "; its steps took 768 tokens, here 640"),
+    ):
         monkeypatch.setattr(train_gpt, "STAGES", stages)
-        refused = f"its steps took 2 × 128 + 2 × 256 tokens in batches, here {steps}\n"
-        ends_with(capsys, at(path, "a"), re.escape(f"step_000004.pt cannot be resumed: {refused}"), 1)
+        ends_with(capsys, at(path, "a"), re.escape(f"step_000004.pt cannot be resumed: its steps took {was}{here}\n"), 1)
+    older = read_checkpoint(path)
+    del older["course"]["tokens in batches"]  # as versions before held the sum alone
+    write_checkpoint(tmp_path / "sum" / "step_000004.pt", older, keep=1)
+    ends_with(capsys, at(tmp_path / "sum" / "step_000004.pt", "a"), "cannot be resumed: its steps took 768 tokens, here 640", 1)
     monkeypatch.setattr(train_gpt, "STAGES", (first, *rest[:-1], rest[-1]._replace(batch=rest[-1].batch // 2)))
     main(at(path, "b"))
     saved = read_checkpoint(path)
