@@ -1093,6 +1093,9 @@ CHANGES = {  # by file: what, tests, old, new
          "if diff := resumed_with_changes(log).splitlines():", "if diff := []:"),
     ),
     "records/curves.py": (
+        ("steps beyond what a float holds end a comparison",
+         "records/plot::test_stages_of_more_steps_than_a_number_holds_are_not_guessed",
+         'float(int(run.settings["num_scheduled_iterations"]))', 'int(run.settings["num_scheduled_iterations"])'),
         ("the first step counts where a validation is before it", "records/curves::test_the_first_step_counts_with_or_without_a_validation_before_it",
          "return {0: 0.0} | run.times if 1 in run.times and not run.restart else run.times", "return run.times"),
         ("a loss worth more steps than a run has is tested", "records/curves::test_a_loss_that_is_worth_too_many_steps_has_no_test",

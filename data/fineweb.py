@@ -164,7 +164,7 @@ def list_parquet(subset: str) -> tuple[str, list[str]]:
     def content(response: Any, serves: Callable[[Any], bool]) -> Any:
         try:
             found = response.json()
-        except ValueError:  # no JSON
+        except (ValueError, RecursionError):  # no JSON, or too deep
             found = None
         if not serves(found):
             raise DataError(f"it answers, and not as a hub does, with {response.text!a:.80}: a login page, or another HF_ENDPOINT?")

@@ -74,7 +74,7 @@ def stages(run: RunLog) -> list[tuple[str, float]]:
     or that changes its table later, does not tell.
     """
     try:
-        scheduled = int(run.settings["num_scheduled_iterations"])
+        scheduled = float(int(run.settings["num_scheduled_iterations"]))
         tree = ast.parse(run.script[1])
         stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         tables = [

@@ -754,6 +754,7 @@ BAD_LISTS = [  # what the hub's list is, and what of it is told
     ({"says": b"<html>Log in</html>"}, r"\(attempt 1 of 5\): it answers, .* with '<html>Log in</html>': a login page, or another"),
     ({"lists": ["a"]}, r"\(attempt 1 of 5\): it answers, and not as a hub does, with '\[\"a\"\]': a login page"),
     ({"lists": [{"type": "file"}]}, r"\(attempt 1 of 5\): it answers, and not as a hub does, with .*: a login page"),
+    ({"says": b"[" * 200_000}, r"\(attempt 1 of 5\): it answers, and not as a hub does, with '\[\[\[.*: a login page"),
     ({"says": b"[]"}, r"\(attempt 1 of 5\): it answers, and not as a hub does, with '\[\]': a login page"),
 ]
 

@@ -61,9 +61,14 @@ def test_stages_that_cannot_be_told_are_not_guessed(table):
     assert stages(table) == []
 
 
-def stages(table):
-    """The steps at which the stages of a script with this table begin, then its extension; 60 steps are scheduled of 64."""
-    environment = ENVIRONMENT.replace("lr=0.5", "num_scheduled_iterations=60")
+def test_stages_of_more_steps_than_a_number_holds_are_not_guessed():
+    """A traceback, of one log among others."""
+    assert stages("STAGES = (Stage(until=1),)", scheduled=10**400) == []
+
+
+def stages(table, scheduled=60):
+    """The steps at which the stages of a script with this table begin, then its extension; of 64 steps, these are scheduled."""
+    environment = ENVIRONMENT.replace("lr=0.5", f"num_scheduled_iterations={scheduled}")
     script = f"class Stage:\n    until: float\n    batch: int = 8\n\nclass Old:\n    batch: int\n\n{table}\n".encode()
     run = parse_log(make_log(script=script, environment=environment, lines=step_lines(64)))
     return [start for _, start in plot.stages(run)]

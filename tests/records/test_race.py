@@ -323,15 +323,14 @@ def test_every_source_of_a_run_is_watched(tmp_path):
     assert len(imported) > 20 and imported | {"launch/start.py"} <= watched
 
 
-def test_what_no_run_can_import_is_not_watched(tmp_path):
-    """As the link that Emacs makes for a file with unsaved edits."""
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("user@host.1234:5"), Path.mkdir, os.mkfifo])
+def test_what_no_run_can_import_is_not_watched(tmp_path, make):
+    """As the link that Emacs makes for a file with unsaved edits, here .#own.py."""
     script, own = tmp_path / "my-idea.py", tmp_path / "own.py"
-    script.write_text("import own, gone, folder, pipe")
+    script.write_text("import own, other")
     own.touch()
-    for name in (".#own.py", "gone.py"):
-        (tmp_path / name).symlink_to("user@host.1234:5")
-    (tmp_path / "folder.py").mkdir()
-    os.mkfifo(tmp_path / "pipe.py")
+    for name in (".#own.py", "other.py"):
+        make(tmp_path / name)
     assert [path for path in race.sources([script]) if path.startswith(f"{tmp_path}")] == [f"{script}", f"{own}"]
 
 
