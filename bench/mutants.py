@@ -867,8 +867,6 @@ CHANGES = {  # by file: what, tests, old, new
          "        if len(heard) == 1:\n", "        if True:\n"),
         ("Ctrl-Z stops the launcher alone", "faults/start::test_ctrl_z_does_not_stop_the_launcher_alone",
          "            signal.signal(signal.SIGTSTP, self._stay)  #", "            pass  #"),
-        ("a ~ in an option is a folder of that name", "faults/start::test_a_home_folder_in_an_option_is_meant_as_such",
-         "meant = os.path.expanduser(value) if is_given(", "meant = value if is_given("),
         ("a setting may be what no checkpoint gives back",
          "faults/start::test_a_setting_that_no_checkpoint_could_give_back_is_refused",
          "    check_plain(script.Hyperparameters, script.PRESETS)\n", ""),

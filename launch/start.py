@@ -663,14 +663,14 @@ def make_data(tool: str) -> float:
 
 
 def project_paths(s: Any, options: list[str], moves: bool) -> list[str]:
-    """Options for the paths that are not given: the project's, wherever the user stands; for those with a ~, which no shell
-    expands in --name=~/folder: the home folder's. moves: ranks will stand elsewhere, so all are absolute. Changes s alike."""
+    """Options for the paths that are not given: the project's, wherever the user stands. moves: ranks will stand elsewhere, so
+    all are absolute. Changes s alike."""
     more = []
     for field in dataclasses.fields(s):
         value = getattr(s, field.name)
         if field.metadata.get("path") and value:
             project = f"{ROOT / value}" if moves or Path.cwd() != ROOT else value
-            meant = os.path.expanduser(value) if is_given(field.name, options) else project
+            meant = value if is_given(field.name, options) else project
             meant = os.path.abspath(meant) if moves and meant != "latest" else meant
             if meant != value:
                 setattr(s, field.name, meant)

@@ -255,7 +255,7 @@ def warm_up_traces(
         if any(count for _, count in each):
             names, count = next(found for found in each if found[1])
             more = f" and {count - TOLD} more" if count > TOLD else ""
-            how = "a run begins with what the warm-up has left there, and a resumption does so again"
+            how = "a run and its resumptions begin with what the warm-up left there: no harm to a cache; bench/resumes.py tells"
             return f"caution: passes or updates change {', '.join(names)}{more}: no checkpoint holds that; {how}"
     return ""
 

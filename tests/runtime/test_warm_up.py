@@ -172,7 +172,7 @@ KEPT = {  # an idea's own state, by its name in the message: how it is made, and
         put("probe", lambda m: torch.zeros(2, requires_grad=True)), lambda m: setattr(m.probe, "grad", torch.ones(2)), "pass"),
     "manager.counts.total": (put("counts", lambda m: Counts()), lambda m: setattr(m.counts, "total", 1), "step"),
     "manager.bits": (put("bits", lambda m: numpy.random.PCG64(0)), lambda m: m.bits.random_raw(), "step"),
-    "manager.written": (put("written", lambda m: io.BytesIO()), lambda m: m.written.write(b"x"), "step"),
+    "manager.written": (put("written", lambda m: io.BytesIO()), lambda m: (m.written.write(b"x"), m.written.seek(0)), "step"),
     "manager.activation": (put("activation", lambda m: torch.relu), lambda m: setattr(m, "activation", torch.tanh), "step"),
     "manager.model._parameters['lm_head']._backward_hooks[": (
         lambda m: m.model.lm_head.register_hook(listed_hook()), lambda m: [*m.model.lm_head._backward_hooks.values()][0](None), "pass"),
@@ -388,6 +388,7 @@ def test_a_module_of_an_idea_is_looked_at(shards, tmp_path):
     done = run_fresh(command, env={**os.environ, "PYTHONPATH": f"{ROOT}"})
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("caution")]
     assert done.returncode == 0 and said.startswith("caution: passes or updates change helper.CALLS: no checkpoint holds that")
+    assert said.split("\n")[0].endswith(": no harm to a cache; bench/resumes.py tells"), said
 
 
 def test_the_modules_of_the_recipe_are_looked_at(shards, tmp_path, monkeypatch, capsys):
