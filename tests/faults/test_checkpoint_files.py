@@ -125,8 +125,7 @@ def test_a_step_that_is_no_number_is_passed_over(tmp_path, capsys, held):
     for step in (1, 5):
         write_checkpoint(tmp_path / "a" / f"step_{step:06d}.pt", held, 99)
     assert find_checkpoint("latest", f"{tmp_path}", "a")[1]["step"] == 3
-    said = r": holds step True of run a: name it| cannot be resumed: (step|run_id) is a tensor out of place"
-    assert re.search(f"passed over .*step_000005.pt({said})", capsys.readouterr().err)
+    assert re.search(r"passed over .*step_000005.pt: holds step \S+ .*of run \S+: name it", capsys.readouterr().err)
 
 
 def test_a_copy_that_was_put_aside_is_no_run_of_its_own(good, shards, tmp_path, capsys, no_warm_up):
