@@ -665,7 +665,7 @@ POLAR_EXPRESS_COEFFICIENTS = (
 
 
 def polar_express(G: Tensor) -> Tensor:
-    """The orthogonal factor of each matrix of G, nearly: singular values above 0.2 % of its norm end between 0.85 and 1.15.
+    """The orthogonal factor of each of G, nearly: singular values above 0.2 % of the Frobenius norm end between 0.85 and 1.15.
 
     G (n, rows, cols), any float dtype; result the same shape, in fp64 where G is, in fp32 in a run on a CPU
     without bf16 units, else in bf16. Tall matrices multiply on the right: the Gram matrix is the smaller one,
@@ -1178,9 +1178,9 @@ def build(h: Hyperparameters, ranks: Ranks) -> TrainingManager:
         model = GPT(*sizes, **options, fp8_head=h.fp8_head and has_fp8(ranks.device))
         if h.dtype == "float32":
             model.float()
-        model.to(ranks.device)
     except (RuntimeError, MemoryError, OverflowError) as error:
         raise ValueError(f"no such model can be made; if for its size, lower --model_dim or --val_batch_tokens: {error}") from error
+    model.to(ranks.device)
     if h.compile:
         model.compile(dynamic=False, fullgraph=True)
     return TrainingManager(model, h)

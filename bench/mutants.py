@@ -49,6 +49,8 @@ class Mutant(NamedTuple):
 
 CHANGES = {  # by file: what, tests, old, new
     "train_gpt.py": (
+        ("a GPU without room is a model that cannot be made", "faults/running::test_a_gpu_without_room_for_the_model_is_told_of_as_one",
+         "            model.float()\n", "            model.float()\n        model.to(ranks.device)\n"),
         ("a parameter of some stages alone ends a run in its middle",
          "runtime/warm_up::test_a_parameter_of_some_stages_alone_is_refused_before_the_first_step",
          "            ranks.raise_together(idle or None)\n", ""),
@@ -406,6 +408,9 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("a run's folder that may not be read is passed over in silence",
+         "faults/checkpoint_files::test_a_run_whose_folder_may_not_be_read_is_not_passed_over_in_silence",
+         "if os.path.isdir(path) and not os.access(path, os.R_OK)]", "if None]"),
         ("another user's lock is found by a rank", "faults/running::test_another_users_lock_says_what_to_do",
          "if not os.access(path, os.W_OK):", "if False:"),
         ("another user's lock is not told of", "faults/running::test_another_users_lock_says_what_to_do",
@@ -583,6 +588,8 @@ CHANGES = {  # by file: what, tests, old, new
          "SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)", "SIGNALS = (signal.SIGINT, signal.SIGTERM)"),
     ),
     "launch/machine.py": (
+        ("what NCCL has half made is freed", "runtime/joining::test_a_gpu_that_a_rank_cannot_have_is_named",
+         'if ranks.device.type == "cuda":  # the group', "if None:  # the group"),
         ("a run on half of the cores is one on the same machine", "runtime/machine::test_the_cores_that_a_run_may_not_use_are_told",
          '(own := allowed_cores()) == os.cpu_count() else', "(own := allowed_cores()) else"),
         ("a container's share of the cores is not told", "runtime/machine::test_the_time_that_a_control_group_gives_is_of_so_many_cores",
@@ -787,7 +794,7 @@ CHANGES = {  # by file: what, tests, old, new
     "launch/start.py": (
         ("a file that is no script is an unrecognized argument",
          "faults/start::test_a_script_named_without_its_ending_is_told",
-         "if given and not named and given[0] and any(", "if None and any("),
+         "if meant and any(os.path.exists(", "if None and any(os.path.exists("),
         ("a cut package that an idea imports is a traceback", "faults/start::test_a_cut_package_that_an_idea_imports_is_one_line",
          """cut_package(error):
             tell(""", """cut_package(MemoryError()):
@@ -797,7 +804,7 @@ CHANGES = {  # by file: what, tests, old, new
         return fault
 """, ""),
         ("a script without its ending is an unknown argument", "faults/start::test_a_script_named_without_its_ending_is_told",
-         "if given and not named and any(", "if False and any("),
+         "if meant and any(os.path.isfile(", "if False and any(os.path.isfile("),
         ("a resumption without its options is told of too few tokens alone",
          "faults/start::test_a_resumption_without_its_runs_options_is_told_of_them", "if not s.resume or not is_message", "if True or not is_message"),
         ("ranks get what the launcher's import has left", "faults/start::test_a_rank_gets_the_variables_that_the_user_has_given",
@@ -913,6 +920,8 @@ CHANGES = {  # by file: what, tests, old, new
          "{*child_processes()} - before:", "{*child_processes()}:"),
     ),
     "runtime/checkpoints.py": (
+        ("a tensor may stand for a number", "runtime/bad_input::test_a_checkpoint_that_contradicts_itself_or_the_run_is_refused",
+         ' or x[:5] != "state")]', ")]"),
         ("a probe for room stays on a full disk", "faults/checkpoint_files::test_folders_on_a_full_disk_are_left_as_they_were",
          'prefix=".probe-", buffering=0)', 'prefix=".probe-")'),
         ("gradients that a rank lacks shift the others'",
@@ -927,7 +936,7 @@ CHANGES = {  # by file: what, tests, old, new
          "runtime/checkpoints::test_an_idea_that_steps_otherwise_than_its_schedule_says_resumes",
          "x, manager.layout(None)", "x, manager.layout(step)"),
         ("a sparse tensor is taken", "runtime/bad_input::test_a_checkpoint_that_contradicts_itself_or_the_run_is_refused",
-         "or y.layout != torch.strided)", "or False)"),
+         "or y.layout != torch.strided or", "or"),
         ("an idea with a module cannot be resumed", "runtime/checkpoints::test_an_idea_with_a_module_resumes",
          'name.partition(".parameters.")[2]', 'name.split(".")[3]'),
         ("one rank's number is saved for all", "runtime/joining::test_a_number_of_one_ranks_own_is_not_saved_for_all",

@@ -1,5 +1,6 @@
 """What this machine, its software and its environment are."""
 
+import ctypes
 import dataclasses
 import gc
 import math
@@ -204,6 +205,8 @@ def held_of_gpu(device: torch.device) -> str:
 
 def cannot_join(error: Exception, ranks: Any) -> RunError:
     """What to raise for an error by which a rank finds no GPU to work on, or not the others."""
+    if ranks.device.type == "cuda":  # the group in its frames is never freed: half made, it would warn that nobody destroyed it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
     refuse_lack_of_memory(error, ranks)
     why, *more = [line for line in f"{error}".splitlines() if line] or [repr(error)]
     if isinstance(error, torch.AcceleratorError):

@@ -275,11 +275,12 @@ def find_script(given: list[str]) -> tuple[Path, list[str]]:
     """The script, and the options after it: where the user stands, else in the project; if none is given, the project's own.
     Raises LaunchError."""
     named = bool(given) and given[0].endswith(".py") and not given[0].startswith("-")
-    if given and not named and any(os.path.isfile(folder / f"{given[0]}.py") for folder in (Path.cwd(), ROOT)):
-        raise LaunchError(f"{given[0]}: a script's name ends in .py: ./run.sh {given[0]}.py", 2)
+    meant = "" if named or not given else given[0]
+    if meant and any(os.path.isfile(folder / f"{meant}.py") for folder in (Path.cwd(), ROOT)):
+        raise LaunchError(f"{meant}: a script's name ends in .py: ./run.sh {meant}.py", 2)
+    if meant and any(os.path.exists(folder / meant) for folder in (Path.cwd(), ROOT)):
+        raise LaunchError(f"{meant}: no script: a script's name ends in .py", 2)
     first, options = (given[0], given[1:]) if named else (f"{ROOT / 'train_gpt.py'}", given)
-    if given and not named and given[0] and any(os.path.exists(folder / given[0]) for folder in (Path.cwd(), ROOT)):
-        raise LaunchError(f"{given[0]}: no script: a script's name ends in .py", 2)
     other = os.environ.get("SCRIPT", "")
     if not named and other.endswith(".py") and Path(other).name != "train_gpt.py":  # the project's own would run in its place
         raise LaunchError(f"SCRIPT={other} is for ./test.sh alone: name the script first, or unset it: ./run.sh {other}", 2)

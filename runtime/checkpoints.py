@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from data.loader import tokens_taken
-from data.shards import drop_leftovers, open_at_once, stored, whole_file
+from data.shards import closed_folders, drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
 from launch.machine import check_common
 from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, unlike
@@ -65,7 +65,7 @@ def checkpoints(folder: Path, run: str = ".") -> list[Path]:
     """Those of a run, last step first; or of all runs ("*"), then first of the one that wrote last."""
     found, written = [path for path in folder.glob(f"{run}/step_*.pt") if step_of(path) >= 0], {}
     for path in found:
-        with contextlib.suppress(FileNotFoundError):  # its run goes on, and deletes
+        with contextlib.suppress(OSError):  # its run goes on, and deletes; or its folder may not be searched
             written[path.parent] = max(path.lstat().st_mtime_ns, written.get(path.parent, 0))
     return sorted(found, key=lambda path: (written.get(path.parent, 0), path.parent, step_of(path)), reverse=True)
 
@@ -101,9 +101,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {why}") from error
     if not isinstance(saved, dict) or not saved:
         raise CheckpointError(f"{path}: holds {f'a {type(saved).__name__}' if saved else 'nothing'} instead of a run's state")
-    odd = [x for x, y in held.items() if isinstance(y, Tensor) and (y.is_meta or y.layout != torch.strided)]
+    bad = [x for x, y in held.items() if isinstance(y, Tensor) and (y.is_meta or y.layout != torch.strided or x[:5] != "state")]
     huge = non_finite({x: y for x, y in held.items() if isinstance(y, int)})
-    raise_if(path, [f"{x} is sparse or without numbers" for x in odd] + [f"{x} is beyond what a float holds" for x in huge])
+    raise_if(path, [f"{x} is a tensor out of place or sparse" for x in bad] + [f"{x} is beyond what a float holds" for x in huge])
     return saved
 
 
@@ -111,7 +111,7 @@ def find_checkpoint(resume: str, log_dir: str, run_id: str = "") -> tuple[Path, 
     """The checkpoint that --resume means; 'latest' passes over unusable ones, and says so. Raises CheckpointError."""
     if resume != LATEST:
         return Path(resume), read_checkpoint(Path(resume))
-    for path in checkpoints(Path(log_dir, run_id), "." if run_id else "*"):
+    for path in [*closed_folders(Path(log_dir), run_id or "*"), *checkpoints(Path(log_dir, run_id), "." if run_id else "*")]:
         try:
             return path, check_course(path, read_checkpoint(path))
         except CheckpointError as error:
@@ -210,7 +210,7 @@ def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[st
 def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) -> None:
     """Raise CheckpointError unless the checkpoint is complete, consistent and of a model like the manager's."""
     texts, nests = {"header": "", "lines": ""}, dict.fromkeys(("course", "hyperparameters", "sources", "shards", "state"), {})
-    there = {"course": {}, **saved} | {name: {} for name in nests if isinstance(saved.get(name), dict)}  # as older ones
+    there = {"course": {}, **saved} | {name: {} for name in nests if isinstance(saved.get(name), dict)}  # older ones lack a course
     raise_if(path, differences(there, {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests}))
     step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
     raise_if(path, [] if 0 <= step <= total else [f"step is {step}, must be 0 to {total}"])

@@ -703,6 +703,16 @@ def test_a_rank_whose_memory_runs_out_says_where_and_what_needs_less(shards, tmp
     assert capsys.readouterr().err.partition(": ")[2] == f"error: rank 0 is out of memory: {said.format(place=place)}; {advice}\n"
 
 
+def test_a_gpu_without_room_for_the_model_is_told_of_as_one(shards, tmp_path, monkeypatch, capsys, no_warm_up):
+    """Met on an H100 of which 1,198 MiB were free: "no such model can be made", with PyTorch's 700 letters."""
+    monkeypatch.setattr(train_gpt.GPT, "to", lambda *_: OUT_OF_MEMORY["gpu"][0]())
+    with pytest.raises(SystemExit) as ended:
+        main(options(shards, tmp_path))
+    line = SCRIPT.read_text().partition("    model.to(ranks.device)")[0].count("\n") + 1
+    said = "rank 0 is out of memory: 24.56 GiB more are asked for in build, " + f"train_gpt.py:{line}; "
+    assert ended.value.code == 1 and said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("own", "held"), [
     (9, "of GPU 1's 80.0 GiB it holds 9.0, all else 70.5"),
     (None, "GPU 1 has no room for it at all"),

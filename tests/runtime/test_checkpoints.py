@@ -618,7 +618,7 @@ def test_fifty_kills_at_random_moments_of_a_save_lose_nothing(tmp_path):
         step = int(reports.read_text().split()[-1]) + 1 if reports.stat().st_size else 1
         with open(reports, "a", buffering=1) as file:
             while True:
-                write_checkpoint(folder / f"step_{step:06d}.pt", {"run_id": "run", "step": step, **payload}, keep=2)
+                write_checkpoint(folder / f"step_{step:06d}.pt", {"run_id": "run", "step": step, "state": payload}, keep=2)
                 print(step, file=file)
                 step += 1
 
@@ -636,7 +636,7 @@ def test_fifty_kills_at_random_moments_of_a_save_lose_nothing(tmp_path):
         assert exit_code(child) == -signal.SIGKILL
         in_a_save += any(folder.glob("*.tmp"))
         saved = read_checkpoint(checkpoints.checkpoints(folder)[0])
-        assert unequal({**saved, "step": 0}, {"run_id": "run", "step": 0, **payload}) == []
+        assert unequal({**saved, "step": 0}, {"run_id": "run", "step": 0, "state": payload}) == []
         assert saved["step"] >= int(reports.read_text().split()[-1])
         assert len(checkpoints.checkpoints(folder)) in (2, 3) or saved["step"] < 3
     assert in_a_save >= 5, f"only {in_a_save} of the kills met a file in the making"
@@ -656,7 +656,7 @@ def test_a_damaged_checkpoint_is_found(tmp_path_factory, data):
     """Bytes changed, cut off, inserted: the only outcomes are the content that was saved, and a clear error."""
     path = tmp_path_factory.getbasetemp() / "damaged" / "step_000001.pt"
     path.parent.mkdir(exist_ok=True)
-    saved = {"step": 1, "weights": normal("embed", (4, 3))}
+    saved = {"step": 1, "state": {"weights": normal("embed", (4, 3))}}
     write_checkpoint(path, saved, keep=1)
     whole = path.read_bytes()
     broken = data.draw(damaged(whole))
@@ -688,12 +688,12 @@ def test_a_forged_checkpoint_loads_or_is_refused(tmp_path_factory, data):
     """Damage under a fitting checksum: a dict of plain types and tensors, or a clear error; nothing else gets through."""
     path = tmp_path_factory.getbasetemp() / "forged" / "step_000001.pt"
     path.parent.mkdir(exist_ok=True)
-    write_checkpoint(path, {"step": 1, "weights": {"embed": normal("embed", (4, 3))}}, keep=1)
+    write_checkpoint(path, {"step": 1, "state": {"embed": normal("embed", (4, 3))}}, keep=1)
     forge(path, data.draw(damaged(path.read_bytes()[len(checkpoints.MAGIC) + 32 :])))
     try:
         found = read_checkpoint(path)
     except CheckpointError as error:
-        assert "step_000001.pt: holds" in str(error)
+        assert re.search(r"step_000001.pt(: holds| cannot be resumed: .* is a tensor out of place)", str(error))
     else:
         assert isinstance(found, dict)
 
@@ -704,7 +704,7 @@ def forge(path: Path, payload: bytes) -> None:
 
 def test_what_would_become_more_in_memory_than_in_its_file_is_not_read(tmp_path):
     """7.6 MB of a compressed archive took 2.2 GiB."""
-    torch.save({"zeros": torch.zeros(10**6)}, plain := io.BytesIO())
+    torch.save({"state": torch.zeros(10**6)}, plain := io.BytesIO())
     with zipfile.ZipFile(plain) as records, zipfile.ZipFile(small := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as packed:
         for record in records.infolist():
             packed.writestr(record.filename, records.read(record))
@@ -712,7 +712,7 @@ def test_what_would_become_more_in_memory_than_in_its_file_is_not_read(tmp_path)
     with pytest.raises(CheckpointError, match="holds what cannot be loaded: ValueError: compressed records, as torch.save makes none"):
         read_checkpoint(tmp_path / "step_000001.pt")
     forge(tmp_path / "step_000001.pt", plain.getvalue())
-    assert read_checkpoint(tmp_path / "step_000001.pt")["zeros"].numel() == 10**6
+    assert read_checkpoint(tmp_path / "step_000001.pt")["state"].numel() == 10**6
 
 
 class Act:

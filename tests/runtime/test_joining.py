@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -94,15 +95,19 @@ OTHERS = "rank 0 of 1 cannot join the others at 127.0.0.1:1, are all of them sta
     (None, "connection refused\nmore", OTHERS + "connection refused"),
 ])  # fmt: skip
 def test_a_gpu_that_a_rank_cannot_have_is_named(monkeypatch, of_gpu, of_group, message):
-    """The first and third met on an H100 whose memory another process held: what it said is said here by fakes of its calls."""
+    """The first and third met on an H100 whose memory another process held: what it said is said here by fakes of its calls. There
+    the third had a second message below it, NCCL's, that its group was not destroyed."""
     for name, value in {**GOOD, "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    groups = []
 
     def gpu(*_):
         if of_gpu:
             raise torch.AcceleratorError(of_gpu)
 
     def group(*_, **__):
+        half_made = set()  # as an object of NCCL's, which warns as it goes
+        groups.append(weakref.ref(half_made))
         raise dist.DistBackendError(of_group)
 
     def room(device):
@@ -119,6 +124,9 @@ def test_a_gpu_that_a_rank_cannot_have_is_named(monkeypatch, of_gpu, of_group, m
     with pytest.raises(RunError) as said:
         runtime_ranks.join_ranks()
     assert f"{said.value}" == message
+    del said
+    gc.collect()
+    assert all(group() is not None for group in groups) and len(groups) == (of_group is not None)
 
 
 def test_what_a_run_in_this_process_asked_for_keeps_no_fork_waiting(monkeypatch):
