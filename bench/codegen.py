@@ -200,7 +200,9 @@ class ScriptError(RuntimeError):
 
 
 def measure(script: Path, tokens: list[int], train: bool, count: bool, world_sizes: list[int], code: Path | None) -> dict:
-    """{"passes": {tokens: {"graphs": [{phase, saved, kernels}, …]}}, "updates": {world_size: [{step, sent, kernels}, …]}}"""
+    """{"passes": {tokens: {"graphs": [{phase, saved, kernels}, …]}}, "updates": {world_size: [{step, sent, kernels}, …]}}
+
+    code: what the paths of the generated code begin with."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -235,7 +237,7 @@ def measure(script: Path, tokens: list[int], train: bool, count: bool, world_siz
             with torch.set_grad_enabled(train):
                 graphs = graphs_of(manager.model, *batch, manager.forward_schedule(), count=count)
             found["passes"][size] = [graph.to_json() for graph in graphs]
-            _save(code, {f"{script.stem}-{size}-{graph.phase}": graph.code for graph in graphs})
+            _save(code, {f"{size}-{graph.phase}": graph.code for graph in graphs})
     for world_size in world_sizes:
         found["updates"][world_size] = updates(trainer, h, world_size, code)
     found["stages"] = [
@@ -308,11 +310,11 @@ def _triton_version() -> str:
     return triton.__version__
 
 
-def _save(folder: Path | None, codes: dict[str, str]) -> None:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+def _save(begin: Path | None, codes: dict[str, str]) -> None:
+    if begin is not None:
+        begin.parent.mkdir(parents=True, exist_ok=True)
         for name, text in codes.items():
-            Path(folder, name + ".py").write_text(text, encoding="utf-8")
+            Path(f"{begin}-{name}.py").write_text(text, encoding="utf-8")
 
 
 def step_of(tokens: int, trainer: Any, h: Any) -> int:
@@ -491,6 +493,24 @@ def update_table(found: list[dict], world_sizes: list[int]) -> str:
     return table(["script", "GPUs", "step", "kernels", "ms", "MB sent", "ms at 300 GB/s"], rows)
 
 
+def tables(found: list[dict], options: argparse.Namespace) -> list[str]:
+    """All that these options ask for."""
+    texts = []
+    if options.saved:
+        rows = [[f"{tokens:,}", *(f"{sum(graph['saved'] for graph in one['passes'][str(tokens)]) / 1e9:.2f}" for one in found)]
+                for tokens in options.tokens]  # fmt: skip
+        head = ["tokens of a micro-batch", *(f"saved by {one['script']}, GB" for one in found)]
+        texts.append(f"{table(head, rows)} \n")
+    for tokens in [] if options.saved else options.tokens:
+        texts.append(f"A micro-batch of {tokens:,} tokens\n\n{pass_table(found, tokens, options.attention)}\n")
+        if options.kernels:
+            texts.append(f"{kernel_table(found[0]['passes'][str(tokens)], tokens, options.attention)} \n")
+    if options.optimizer:
+        texts.append(f"Updates of one rank\n\n{update_table(found, options.world_size)}\n")
+        texts.append(f"A step\n\n{step_table(found, options.world_size)}\n")
+    return texts
+
+
 # -----------------------------------------------------------------------------
 # The command
 
@@ -507,7 +527,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--saved", action="store_true", help="only the bytes saved for backward: a fraction of the time")
     parser.add_argument("--kernels", action="store_true", help="every kernel, the longest first")
     parser.add_argument("--output", type=output_file(".json"), help="JSON of everything that was counted")
-    parser.add_argument("--save-code", type=user_path, metavar="FOLDER", help="where to put the generated code")
+    parser.add_argument("--save-code", type=user_path, metavar="FOLDER", help="where to put the generated code, by script")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the process that has the fake GPU: where its result goes
     options = parser.parse_args(argv)
     parser.refuse_replacing([options.script, options.against], [options.output])
@@ -537,15 +557,27 @@ def known(script: Path, options: argparse.Namespace) -> dict | None:
     return None
 
 
-def run_child(script: Path, options: argparse.Namespace) -> dict:
-    """measure() in a process of its own: a fake GPU and a script's modules are for good. Raises ScriptError."""
+def told_apart(paths: list[Path]) -> list[str]:
+    """Their names, with as many of the folders above as it takes for them to differ before the suffix; of one file the same."""
+    whole = [Path(os.path.abspath(path)) for path in paths]
+    for parts in range(1, max(len(path.parts) for path in whole)):
+        names = [Path(*path.parts[1:][-parts:]) for path in whole]
+        if len({name.with_suffix("") for name in names}) == len(names):
+            return [str(name) for name in names]
+    return [path.name for path in whole]
+
+
+def run_child(script: Path, options: argparse.Namespace, name: str) -> dict:
+    """measure() in a process of its own: a fake GPU and a script's modules are for good. Raises ScriptError. name: by
+    told_apart; the files of its code begin with it."""
     console(printable(f"bench/codegen.py: compiling {script} for an H100, which takes minutes"), "stderr")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "found.json")
         command = [sys.executable, __file__, str(script), f"--child={result}", f"--tokens={','.join(map(str, options.tokens))}"]
         command += ["--eval"] * options.eval + ["--saved"] * options.saved + ["--optimizer"] * options.optimizer
         command += [f"--world_size={','.join(map(str, options.world_size))}"]
-        command += [f"--save-code={options.save_code}"] if options.save_code else []
+        begin = name.removesuffix(".py").replace("/", "-")
+        command += [f"--save-code={options.save_code / begin}"] if options.save_code else []
         caches = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(paths)}
@@ -557,18 +589,26 @@ def run_child(script: Path, options: argparse.Namespace) -> dict:
 
 def counted_before(path: Path, options: argparse.Namespace) -> dict:
     """What an earlier call's --output holds. Raises ScriptError unless it counted what these options ask for."""
+    unread = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StopIteration)
+    other = f"{path}: holds no counts of this version: make it anew with --output"
     try:
         found = plain_json(path.read_bytes())[0]
         if not all({"phase", "saved", "kernels"} <= {*graph} for graphs in found["passes"].values() for graph in graphs):
             raise ValueError
         passes, updates = ({int(number) for number in found[part]} for part in ("passes", "updates"))
         wrong = ["--eval"] * (found["eval"] != options.eval) + ["--saved"] * (found["saved"] and not options.saved)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise ScriptError(f"{path}: holds no counts of this version: make it anew with --output") from None
+    except unread:
+        raise ScriptError(other) from None
     wrong += [f"--tokens={number}" for number in options.tokens if number not in passes]
     wrong += [f"--optimizer --world_size={W}" for W in options.world_size if options.optimizer and W not in updates]
     if wrong:
         raise ScriptError(f"{path}: was counted otherwise, by {', '.join(wrong)}: give the same options, or make it anew")
+    try:
+        tables([found], options)  # which read what was not looked at yet
+        if not all(isinstance(found[part], str) for part in ("script", "torch", "triton")):
+            raise ValueError
+    except unread:
+        raise ScriptError(other) from None
     return found
 
 
@@ -599,7 +639,8 @@ def main(argv: list[str] | None = None) -> None:
         if options.save_code:
             make_folder(options.save_code)
         before = {script: known(script, options) for script in scripts}  # all, before minutes of compiling one
-        found = [before[script] or run_child(script, options) for script in scripts]
+        names = told_apart(scripts)
+        found = [before[script] or run_child(script, options, name) for script, name in zip(scripts, names)]
         made = [f"PyTorch {one['torch']}, Triton {one['triton']}" for one in found]
         if len({*made}) > 1:
             raise ScriptError(f"{scripts[0]} was counted by {made[0]}, {scripts[1]} by {made[1]}: kernels of two compilers")
@@ -613,18 +654,10 @@ def main(argv: list[str] | None = None) -> None:
                 file.write(json.dumps(found, indent=1).encode())
         except OSError as error:
             sys.exit(f"bench/codegen.py: error: {options.output}: {error.strerror or error}")
+    if len({one["script"] for one in found}) < len(found):
+        found = [{**one, "script": name} for one, name in zip(found, names)]
     print(f"{made[0]}, {options.attention}; predicted for an H100, nothing was run\n")
-    if options.saved:
-        rows = [[f"{tokens:,}", *(f"{sum(graph['saved'] for graph in one['passes'][str(tokens)]) / 1e9:.2f}" for one in found)]
-                for tokens in options.tokens]  # fmt: skip
-        print(table(["tokens of a micro-batch", *(f"saved by {one['script']}, GB" for one in found)], rows), "\n")
-    for tokens in [] if options.saved else options.tokens:
-        print(f"A micro-batch of {tokens:,} tokens\n\n{pass_table(found, tokens, options.attention)}\n")
-        if options.kernels:
-            print(kernel_table(found[0]["passes"][str(tokens)], tokens, options.attention), "\n")
-    if options.optimizer:
-        print(f"Updates of one rank\n\n{update_table(found, options.world_size)}\n")
-        print(f"A step\n\n{step_table(found, options.world_size)}\n")
+    print("\n".join(tables(found, options)))
 
 
 if __name__ == "__main__":

@@ -599,10 +599,13 @@ SECTIONS: dict[str, Callable[[Bench], tuple[str, dict]]] = {
 
 
 def claim_report(folder: Path, name: str) -> Path:
-    """A path without suffix in the folder that is this call's alone, as its .md is there from now on, empty. Raises OSError."""
+    """A path without suffix in the folder that is this call's alone, as its .md is there from now on, empty; neither that nor
+    its .json was there. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     now = f"{name}-{time.strftime('%H%M%S')}"
     for own in itertools.chain([name, now], (f"{now}-{i}" for i in itertools.count(2))):
+        if os.path.lexists(folder / f"{own}.json"):  # whose .md was moved, or never was
+            continue
         with contextlib.suppress(FileExistsError):  # an earlier call's, or one's at the same time: all stay
             open(folder / f"{own}.md", "x").close()
             return folder / own

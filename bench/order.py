@@ -11,6 +11,7 @@ search takes the trainer's options too (--grad_dtype=float32). What it prints ar
 
 import argparse
 import math
+import os
 import random
 import sys
 import time
@@ -41,6 +42,7 @@ from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
 SHOWN = 0.01  # of a step: shorter exposures are summed up
 TELL_EVERY = 10.0  # seconds of a search
 RANDOM_ORDERS = 200  # to see what orders are worth at all
+BESIDE = {"picture": ".png", "chrome": ".chrome.json"}  # by option: show's files where its user names none
 SHARES = {"NorMuon alone": 1 / 2, "with Adam, tied": 1 / 3, "with Adam, split": 1 / 6}  # of a run's steps
 
 
@@ -132,7 +134,11 @@ def trace_table(steps: Sequence[traces.TracedStep], tasks: Mapping[str, Task]) -
 def show(args: argparse.Namespace) -> None:
     """One traced step of each kind: the picture, the table, the reasons, and the orders to try."""
     groups = [(kind, steps, traces.typical(steps)) for kind, steps in traces.by_kind(traces.read_trace(args.trace))]
-    draw([(f"{kind}, step {step.step}, traced", step.operations, step.spans) for kind, _, step in groups], args)
+    for option, path in args.beside.items():
+        if os.path.lexists(path) and not is_own(path):
+            raise ModelError(f"{path}: is not by this tool, and is not replaced: name another by --{option}=, or delete it")
+    panels = [(f"{kind}, step {step.step}, traced", step.operations, step.spans) for kind, _, step in groups]
+    unwritten = draw(panels, args)
     for kind, steps, step in groups:
         tasks, took = traces.median_tasks(steps), sorted(one.seconds for one in steps)
         print(f"\n## {kind}: step {step.step}, the typical one of {len(steps)}\n")
@@ -145,16 +151,35 @@ def show(args: argparse.Namespace) -> None:
         difference = modelled / median(took) - 1 if median(took) else 0.0
         print(f"The model, from this table: {milliseconds(modelled)} ms, {difference:+.1%} from the median.")
         print(advice(tasks, step.orders, search(problem, step.orders, tell=teller()), modelled))
+    if unwritten:
+        raise ModelError("; ".join(unwritten))
 
 
-def draw(panels: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], args: argparse.Namespace) -> None:
-    """The files that were asked for, all of them before anything is printed: the reader of a pipe may have enough."""
+def draw(panels: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], args: argparse.Namespace) -> list[str]:
+    """The files that were asked for, all of them before anything is printed: the reader of a pipe may have enough. Returns why
+    those of args.beside are not there that could not be written; raises for others."""
     wanted = {args.picture: order_pictures.gantt, args.chrome: order_pictures.chrome_trace}
     wanted.pop(None, None)
+    unwritten = {}
     for path, write in wanted.items():
-        write(panels, path)
+        try:
+            write(panels, path)
+        except (ModelError, OSError) as error:
+            if path not in args.beside.values():
+                raise
+            unwritten[path] = str(error)
     for path in wanted:
-        print(f"{path}\n")
+        if path not in unwritten:
+            print(f"{path}\n")
+    return [*unwritten.values()]
+
+
+def is_own(path: Path) -> bool:
+    """Whether order_pictures wrote it, by what is near its beginning; what cannot be read is none."""
+    try:
+        return order_pictures.WRITER.encode() in read_regular(path)[:1024]
+    except OSError:
+        return False
 
 
 # -----------------------------------------------------------------------------
@@ -426,9 +451,10 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"--tasks has its own times: {other[0]} goes without it")
         if args.scale and (args.picture or args.chrome):
             parser.error("--scale is a table: --picture and --chrome go without it")
+    args.beside = {}
     if args.command == "show" and args.trace.name:  # a folder is refused as it is read
-        args.picture = args.picture or args.trace.with_suffix(".png")
-        args.chrome = args.chrome or args.trace.with_suffix(".chrome.json")
+        args.beside = {option: args.trace.with_suffix(suffix) for option, suffix in BESIDE.items() if not getattr(args, option)}
+        vars(args).update(args.beside)
     files = (("trace", "step", "tasks"), ("picture", "chrome"))
     parser.refuse_replacing(*([getattr(args, x, None) for x in names] for names in files))
     try:

@@ -11,6 +11,7 @@ from data.shards import whole_file
 COLOURS = {"reduce": "#00798c", "gather": "#66a182", "update": "#edae49"}  # by the last word of an operation's name
 OTHER = "#b9a3c9"  # what stands before reductions, in launches and behind gathers
 EXPOSED = "#d1495b"
+WRITER = "bankrun bench/order.py"  # in the metadata of what is written here
 TALLEST, LETTER = 0.82, 0.008  # of a lane's height; of the step's time: a name that does not fit is left out
 
 
@@ -53,7 +54,8 @@ def gantt(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], 
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     try:
         with whole_file(path) as file:
-            figure.savefig(file, format=path.suffix[1:] or "png", dpi=110, metadata={"Software": None})
+            kind = path.suffix[1:] or "png"
+            figure.savefig(file, format=kind, dpi=110, metadata={"Software": WRITER if kind.lower() == "png" else None})
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {error}: give a path that ends in .png, in a folder that can be written") from None
 
@@ -72,6 +74,6 @@ def chrome_trace(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Sp
             events.append({"ph": "X", "name": op.name, **where, **times, "args": {"bytes": op.bytes, "after": op.after}})
     try:
         with whole_file(path) as file:
-            file.write(json.dumps({"traceEvents": events}).encode())
+            file.write(json.dumps({"otherData": {"writer": WRITER}, "traceEvents": events}).encode())
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}: give a path that can be written") from None

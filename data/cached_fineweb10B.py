@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.environment import go_on
@@ -28,8 +28,9 @@ if __name__ == "__main__":
     go_on("requirements.txt", "numpy", "tqdm", "huggingface_hub")
 
 from data.shards import (
-    NOT_WRITABLE, DataError, ForeignFile, HelpFormatter, ShardError, check_alone, check_plain, hub_fault, import_tqdm, locked,
-    named, number_between, one_line, one_line_errors, read_json, shard_name, sync_folder, verify_shard, write_json,
+    HEADER_BYTES, MAX_SHARD_TOKENS, NOT_WRITABLE, DataError, ForeignFile, HelpFormatter, ShardError, check_alone, check_plain,
+    hub_fault, import_tqdm, locked, named, number_between, one_line, one_line_errors, read_json, shard_name, sync_folder,
+    verify_shard, write_json,
 )
 from launch.console import Parser, console, user_path
 
@@ -47,6 +48,9 @@ REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
 ATTEMPTS = 5  # in a row, without a byte that arrives
 TIMEOUT = 30.0  # seconds without an answer or a byte
+MAX_ANSWER = 2**24  # bytes of what is no file: a page of a list has some 300 KB, what the hub says of a dataset 2 MB
+MAX_SHARD = HEADER_BYTES + 2 * MAX_SHARD_TOKENS  # bytes
+NO_HUB = "answers, and not as a hub does, with {}: a login page, or another HF_ENDPOINT?"
 LASTING = (  # not tried again: the hub's no, and what the environment asks for, as a token or a proxy that cannot be
     DataError, EntryNotFoundError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError,
     ImportError, UnicodeError,
@@ -67,12 +71,15 @@ def with_retries(ask: Callable[[], Result], what: str, arrived: Callable[[], int
         attempt += 1
         try:
             return ask()
+        except MemoryError:
+            raise
         except Exception as error:
             if getattr(error, "errno", None) and not isinstance(error, NETWORK):  # the local disk, not the hub
                 raise
             if arrived() > before:
                 attempt, before = 1, arrived()
-            reason = one_line(" ".join(dict.fromkeys(f"{x}" for x in (error, error.__cause__) if x))) or type(error).__name__
+            said = " ".join(dict.fromkeys(f"{x}" for x in (error, error.__cause__) if x))[:2000]  # a page, of some servers
+            reason = one_line(said) or type(error).__name__
             denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
             if isinstance(error, LASTING) or denied or attempt == ATTEMPTS:
                 reason += ": is the token of HF_TOKEN, or of `hf auth login`, still good? Public data need none" * denied
@@ -81,6 +88,30 @@ def with_retries(ask: Callable[[], Result], what: str, arrived: Callable[[], int
             wait = 2 ** (attempt - 1)
             console(f"{one_line(what)}: {reason}; trying again in {wait} s ({attempt} of {ATTEMPTS})", "stderr")
             time.sleep(wait)
+
+
+def session() -> Any:
+    """huggingface_hub's client, which raises DataError for a list, an error or a redirect of more than MAX_ANSWER bytes: it may
+    never end. A file, which is taken block by block, has the limit that `receive` is given."""
+    client = get_session()
+    if limit_read not in client.event_hooks["response"]:
+        client.event_hooks["response"].append(limit_read)
+    return client
+
+
+def limit_read(response: Any) -> None:
+    """A hook of the client: what takes a body into memory calls read, the client itself and hf_raise_for_status."""
+
+    def read() -> bytes:
+        body = bytearray()
+        for block in response.iter_bytes():  # decompressed
+            body += block
+            if len(body) > MAX_ANSWER:
+                raise DataError(f"{str(response.url):.200} {NO_HUB.format(f'more than {MAX_ANSWER:,} bytes')}")
+        response._content = bytes(body)  # as the library's own read does
+        return response._content
+
+    response.read = read
 
 
 class Announced(NamedTuple):
@@ -118,6 +149,7 @@ def fetch(
     repo: str,
     name: str,
     folder: Path,
+    limit: int,
     revision: str | None = None,
     said: Announced | None = None,
     place: str = "",
@@ -125,6 +157,7 @@ def fetch(
 ) -> Path:
     """Fetches file `name` of the dataset `repo` below `folder` and returns its path. Raises DataError, OSError.
 
+    limit: bytes that such a file can have
     said: what the hub announces, if it has been asked. The file has its name once it has that hash; one that is there already is
     read, and stays if it is right. Until then it is `{name}.{hash}.part`. `folder` must be this process's own.
     place: which file of how many it is, to be told.   keep: raise DataError for a file that is there and not right
@@ -144,7 +177,7 @@ def fetch(
             old.unlink()
 
     def attempt() -> None:
-        receive(hf_hub_url(repo, name, repo_type="dataset", revision=revision), part, size)
+        receive(hf_hub_url(repo, name, repo_type="dataset", revision=revision), part, size, limit)
         if not has_hash(part, expected):
             part.unlink()
             raise OSError(f"what arrived does not have the announced hash {expected} and was thrown away")
@@ -169,12 +202,13 @@ def remove_fetched(folder: Path, names: Iterable[str], whole: bool = True) -> No
                 emptied.rmdir()
 
 
-def receive(url: str, part: Path, size: int | None) -> None:
+def receive(url: str, part: Path, size: int | None, limit: int) -> None:
     """The bytes of `url` from the end of the file `part` on; whatever ends this, those that have arrived stay there, unless they
-    are more than `size`: DataError, as they may never end."""
+    are more than `size`, or than `limit`: DataError, as they may never end."""
+    most = min(size or limit, limit)
     start = part.stat().st_size if check_plain(part) else 0
     headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
-    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
+    with session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
         if start and response.status_code == 416:  # all had arrived
             return
         hf_raise_for_status(response)
@@ -183,9 +217,10 @@ def receive(url: str, part: Path, size: int | None) -> None:
         total = start + int(response.headers.get("Content-Length", 0)) or None
         with named(part), open(part, "ab" if start else "wb") as file, progress_bar(part.name, start, total) as bar:
             for block in response.iter_bytes():
-                if size is not None and file.tell() + len(block) > size:
+                if file.tell() + len(block) > most:
                     part.unlink()
-                    raise DataError(f"it sends more than the {size:,} bytes that it has announced")
+                    which = "it has announced" if most == size else "such a file can have"
+                    raise DataError(f"it sends more than the {most:,} bytes that {which}")
                 file.write(block)
                 bar.update(len(block))
 
@@ -223,7 +258,7 @@ def fetch_shard(name: str, output: Path, known: dict[str, list], place: str = ""
             why = f"does not have the hash {expected} that the hub announces"
             console(f"{final}: {why}: fetching that one", "stderr")  # it stays until then
     said = announced(REPO, name)
-    arrived = fetch(REPO, name, output / "arriving", said=said, place=place)
+    arrived = fetch(REPO, name, output / "arriving", MAX_SHARD, said=said, place=place)
     try:
         count = verify_shard(arrived)
     except ShardError as error:

@@ -38,18 +38,19 @@ import numpy as np
 import pyarrow
 from pyarrow.parquet import ParquetFile
 
-from data.cached_fineweb10B import TIMEOUT, fetch, remove_fetched, tqdm, with_retries
+from data.cached_fineweb10B import NO_HUB, TIMEOUT, fetch, remove_fetched, session, tqdm, with_retries
 from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, locked, number_between, one_line_errors,
     read_json, shard_name, verify_shard, write_json,
 )
 from launch.console import Parser, console, user_path
-from huggingface_hub import constants, get_session  # after cached_fineweb10B.py has looked at its variables
+from huggingface_hub import constants  # after cached_fineweb10B.py has looked at its variables
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 REPO = "HuggingFaceFW/fineweb"
 MAX_PAGES = 1000  # of a list of files, 1,000 on a page; the whole dataset has some 30
+MAX_PARQUET = 2**34  # bytes of a file, which has some 2 GB
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Progress
@@ -157,7 +158,7 @@ def list_parquet(subset: str) -> tuple[str, list[str]]:
     place = f"{constants.ENDPOINT}/api/datasets/{REPO}"
 
     def answer(url: str) -> Any:
-        response = get_session().get(url, headers=build_hf_headers(), timeout=TIMEOUT)
+        response = session().get(url, headers=build_hf_headers(), timeout=TIMEOUT)
         hf_raise_for_status(response)
         return response
 
@@ -167,7 +168,7 @@ def list_parquet(subset: str) -> tuple[str, list[str]]:
         except (ValueError, RecursionError):  # no JSON, or too deep
             found = None
         if not serves(found):
-            raise DataError(f"it answers, and not as a hub does, with {response.text!a:.80}: a login page, or another HF_ENDPOINT?")
+            raise DataError(f"it {NO_HUB.format(f'{response.text!a:.80}')}")
         return found
 
     def ask() -> tuple[str, list[str]]:
@@ -250,7 +251,7 @@ def fetch_parquet(progress: Progress, output: Path, index: int) -> Path:
     name = progress.files[index]
     found = os.path.lexists(parquet_path(output, name)) and not progress.may_delete(output, name)
     place = f"{index + 1} of {len(progress.files)}"
-    path = fetch(REPO, name, output / "parquet", progress.commit, place=place, keep=found)
+    path = fetch(REPO, name, output / "parquet", MAX_PARQUET, progress.commit, place=place, keep=found)
     if not found and name not in progress.fetched:
         progress.fetched.append(name)
         progress.save(output)

@@ -116,7 +116,7 @@ def wanted_folder(folder: Path, output: Path, seen: set[tuple[int, int]]) -> boo
 
 
 def read_text(path: Path) -> bytes | None:
-    """The bytes of a UTF-8 text file; None if this user may not read it, it is not UTF-8, or has a NUL byte and so is no text,
+    """The bytes of a UTF-8 text file; None if this user may not read it, it has gone, is not UTF-8, or has a NUL byte and so is no text,
     of which no more is read than tells so. Raises OSError for one that cannot be read for another reason, DataError for one
     that memory does not hold."""
     decoder, blocks = codecs.getincrementaldecoder("utf-8")(), []
@@ -129,7 +129,7 @@ def read_text(path: Path) -> bytes | None:
                 blocks.append(block)
         decoder.decode(b"", final=True)
         return b"".join(blocks)
-    except (PermissionError, UnicodeDecodeError):
+    except (PermissionError, FileNotFoundError, UnicodeDecodeError):
         return None
     except MemoryError:
         raise DataError(f"{path}: not enough memory, in which all text is held: leave it out") from None
@@ -194,13 +194,20 @@ def split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 # Shards
 
 
+def status_of(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        raise DataError(f"{path} has gone since it was found: start again, in a folder that others leave alone") from None
+
+
 def recipe(args: argparse.Namespace, files: dict[str, Path]) -> dict[str, object]:
     """All that decides what the shards hold: the options, the program, and the files: names and content, wherever they lie; of
     more than READ_ANEW bytes path, sizes and times instead."""
     fingerprint = blake2b(b"".join(path.read_bytes() for path in PROGRAM), digest_size=16)
-    read = sum(path.stat().st_size for path in files.values()) <= READ_ANEW
+    read = sum(status_of(path).st_size for path in files.values()) <= READ_ANEW
     for name, path in files.items():
-        status, readable = path.stat(), os.access(path, os.R_OK)
+        status, readable = status_of(path), os.access(path, os.R_OK)
         times = () if read else (status.st_mtime_ns, status.st_ctime_ns)  # the second no archive and no copy sets
         facts = status.st_size, readable, times
         fingerprint.update(f"{name}\0{facts}\0".encode(errors="surrogateescape"))

@@ -227,8 +227,8 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
         raise FileExistsError(errno.EEXIST, "is no regular file, and is not replaced: name another", f"{path}")
     temporary = path.with_name(path.name + ".tmp")
     check_plain(temporary)
-    temporary.unlink(missing_ok=True)
     try:
+        temporary.unlink(missing_ok=True)
         file = open(temporary, "xb")  # never through a link that has come since
     except OSError as error:  # no such folder, or a closed one: told by the name that its user gave
         error.filename = f"{path}"

@@ -21,7 +21,7 @@ os.environ.pop("OMP_DYNAMIC", None)
 os.environ.pop("OMP_MAX_ACTIVE_LEVELS", None)
 
 
-def threads_at_most(name: str = "OMP_THREAD_LIMIT") -> int | None:
+def threads_at_most(name: str = "OMP_THREAD_LIMIT") -> "int | None":  # quoted for a Python too old, which is to be told
     """What a variable of OpenMP's says, if it is a number of threads."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None

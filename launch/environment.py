@@ -314,7 +314,7 @@ def go_on(requirements, *modules):
     with ended_by_signals():
         python = ensure([os.path.join(ROOT, requirements)])
     if python != sys.executable:
-        os.execv(python, [python] + sys.orig_argv[1:])
+        os.execv(python, [python] + getattr(sys, "orig_argv", [""] + sys.argv)[1:])  # before 3.10 without -u and the like
 
 
 def broken_package(name, error):

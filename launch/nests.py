@@ -50,6 +50,16 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return function(tree) if isinstance(tree, Tensor) else tree.item() if isinstance(tree, numpy.generic) else tree
 
 
+def written(tree: Any) -> memoryview:
+    """The nest as torch.save writes it, with Python's number in place of each of NumPy's, which torch.load refuses. Raises
+    MemoryError, over which torch.save raises another error: it goes on writing after it."""
+    try:
+        torch.save(map_tensors(lambda x: x, tree), buffer := io.BytesIO())
+    except RuntimeError as error:
+        raise (error.__context__ if isinstance(error.__context__, MemoryError) else error) from None
+    return buffer.getbuffer()
+
+
 def unreadable(tree: Any) -> list[str]:
     """What of a nest a checkpoint does not give back: a sentence each. weights_only refuses all but tensors and plain types."""
     faults = []

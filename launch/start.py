@@ -64,8 +64,14 @@ RANK_MEMORY, TOKEN_MEMORY, LOGIT_MEMORY = 600 << 20, 400, 13
 # The same in training, with the backward pass and three predicted tokens, of 15 runs of 960 to 7,680 tokens in a micro-batch,
 # width 64 to 256 and 257 to 50,257 entries, 745 to 6,119 MiB: the estimates are 0.78 to 1.16 of these.
 TRAINED_TOKEN_MEMORY, TRAINED_LOGIT_MEMORY = 1200, 40
+# The same without attention, where that is counted by its windows: of 13 runs with blocks of 32 to 1,024 tokens, 2 to 16 heads,
+# width 64 to 256, 905 to 10,564 MiB; the estimates are 0.98 to 1.16 of these.
+BESIDE_ATTENTION, TRAINED_BESIDE_ATTENTION = 140, 500
+# What the first rank holds at a save beside its own, as a share of the whole state: alone, and where it gathers the others'. Of
+# 10 runs, 0.4 to 2 million rows of bigrams, or 251,520 at width 768, 2,075 to 11,711 MiB; the estimates are 0.91 to 1.15 of these.
+SAVES_ALONE, SAVES = 3, 6
 LIBRARIES = 1 << 30  # bytes of a rank's addresses that are in no memory, as PyTorch's files: 1.0 GiB
-SIZES = "--model_dim, --bigram_rows, --vocab_size or the batches"  # what a model's memory goes by
+SIZES = "--model_dim, --bigram_rows, --vocab_size, --block_size or the batches"  # what a model's memory goes by
 CGROUP_MEMORY = (  # where control groups are, their limit, use and, in memory.stat, cached files: version 2, then 1
     ("sys/fs/cgroup", "memory.max", "memory.current", r"^(?:in)?active_file (\d+)$"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)$"),
@@ -530,13 +536,13 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
 
     def check_sizes(manager: Any, layout: dict, free: int) -> None:
         leaves = importlib.import_module("runtime.checkpoints").leaves
-        state, again = (sum(x.nbytes for _, x in leaves(y) if torch.is_tensor(x)) for y in (layout, layout["same"]["parameters"]))
-        width, vocab, steps = getattr(s, "model_dim", 0), getattr(s, "vocab_size", 0), s.total_iterations
-        token, trained = TOKEN_MEMORY * width + LOGIT_MEMORY * vocab, TRAINED_TOKEN_MEMORY * width + TRAINED_LOGIT_MEMORY * vocab
-        batch = max(map(manager.batch_tokens, {*range(0, steps, steps // 64 + 1), steps - 1}))  # of all stages that last
-        passes = max(token * getattr(s, "max_tokens", 0), trained * batch // s.micro_batches)
-        if not gpus:
-            check_memory(ranks, RANK_MEMORY + state + again + passes, free)
+        parts = (layout["same"], layout["sharded"], layout["same"]["parameters"])
+        same, sharded, weights = ([x.nbytes for _, x in leaves(part) if torch.is_tensor(x)] for part in parts)
+        state, own, model = sum(same + sharded), sum(same) + sum(sharded) // ranks, sum(weights)
+        if not gpus:  # the warm-up keeps a copy of its state, and an update takes as much as its weights, twice
+            passes = max(passes_memory(script, s, manager.batch_tokens), 2 * max(weights, default=0))
+            saves = RANK_MEMORY + own + model + (SAVES if ranks > 1 else SAVES_ALONE) * state if getattr(s, "save_every", 0) else 0
+            check_memory(ranks, RANK_MEMORY + 2 * own + model + passes, free, saves)
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         if getattr(s, "save_every", 0) and 0 <= limit < state:
             raise LaunchError(f"ulimit -f is {limit >> 10}, a checkpoint has over {state >> 10}: raise it, or --save_every=0", 1)
@@ -763,18 +769,50 @@ def check_threads(ranks: int, cores: int, traced: bool = False) -> None:
             thread.join()
 
 
-def check_memory(ranks: int, each: int, free: int) -> None:
-    """Raise LaunchError for more ranks than so many free bytes hold, of so many bytes each, or one beyond the user's limits."""
+def passes_memory(script: Any, s: Any, batch_tokens: Callable[[int], int]) -> int:
+    """Bytes that a CPU rank takes for a pass, the largest of all stages that last: an estimate."""
+    width, vocab, steps = getattr(s, "model_dim", 0), getattr(s, "vocab_size", 0), s.total_iterations
+    need = [(TOKEN_MEMORY * width + LOGIT_MEMORY * vocab) * getattr(s, "max_tokens", 0)]
+    for step in {*range(0, steps, steps // 64 + 1), steps - 1}:
+        tokens = batch_tokens(step) // s.micro_batches
+        need.append((TRAINED_TOKEN_MEMORY * width + TRAINED_LOGIT_MEMORY * vocab) * tokens)
+        if banded := attention_memory(script, s, step, tokens, True):
+            need.append((TRAINED_BESIDE_ATTENTION * width + TRAINED_LOGIT_MEMORY * vocab) * tokens + 3 * banded // 2)
+    tokens = getattr(s, "val_batch_tokens", 0) // s.micro_batches
+    if banded := attention_memory(script, s, steps, tokens, False):
+        need.append((BESIDE_ATTENTION * width + LOGIT_MEMORY * vocab) * tokens + banded)
+    return max(need)
+
+
+def attention_memory(script: Any, s: Any, step: int, tokens: int, trained: bool) -> int:
+    """Bytes that a CPU's attention (attention.py) takes of a micro-batch of so many tokens, in training what all layers keep for
+    their backward pass: by the script's LAYERS and step_schedule. 0 of a script without them, or with its own."""
+    with contextlib.suppress(Exception):
+        now, bands, work = script.step_schedule(step, s), {}, []
+        for layer in script.LAYERS:
+            if layer.window:
+                p, window = 1 + layer.paired, getattr(now, f"{layer.window}_window")
+                bands[layer.window, p] = band = 4 * p * tokens * (min(window, p * tokens) + 32)  # in fp32
+                work.append((band * s.num_heads / p, band * (3.3 + s.head_dim / 16 * (1 + trained))))
+        kept, most = [kept for kept, _ in work], max(beside + kept * trained for kept, beside in work)
+        return int(sum(bands.values()) + (sum(kept) if trained else max(kept)) + most)
+    return 0
+
+
+def check_memory(ranks: int, each: int, free: int, saves: int = 0) -> None:
+    """Raise LaunchError for more ranks than so many free bytes hold, of so many bytes each, or one beyond the user's limits.
+    saves: what the first rank needs as it saves; 0: it does not."""
+    most, last = max(each, saves), ", or give --save_every=0" * (saves > each)
     for option, limit, beside in (("v", resource.RLIMIT_AS, LIBRARIES), ("d", resource.RLIMIT_DATA, 0)):
-        if 0 <= (found := resource.getrlimit(limit)[0]) < each + beside:
-            fault = f"ulimit -{option} is {found >> 10}, a rank needs about {(each + beside) >> 10}"
-            raise LaunchError(f"{fault}: raise it, or lower {SIZES}", 1)
-    need = ranks * each
+        if 0 <= (found := resource.getrlimit(limit)[0]) < most + beside:
+            fault = f"ulimit -{option} is {found >> 10}, a rank needs about {(most + beside) >> 10}"
+            raise LaunchError(f"{fault}: raise it, or lower {SIZES}{last}", 1)
+    need = (ranks - 1) * each + most
     if need > free:
-        fewer = each <= free
+        fewer = ranks > 1 and most <= free
         who, advice = (f"{ranks} ranks need", "start fewer, as RANKS=1") if fewer else ("a rank needs", f"lower {SIZES}")
-        gib = [f"{x / 2**30:,.1f} GiB" for x in (need if fewer else each, free)]
-        raise LaunchError(f"{who} about {gib[0]} of memory, {gib[1]} are free: {advice}", 1)
+        gib = [f"{x / 2**30:,.1f} GiB" for x in (need if fewer else most, free)]
+        raise LaunchError(f"{who} about {gib[0]} of memory, {gib[1]} are free: {advice}{last}", 1)
 
 
 def free_memory(root: Path = Path("/")) -> int:

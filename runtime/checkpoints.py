@@ -10,7 +10,6 @@ own_rows: slices by label, batch_tokens(step), ticks(step), by average, and cont
 import contextlib
 import functools
 import hashlib
-import io
 import math
 import os
 import pickle
@@ -29,7 +28,7 @@ from data.loader import tokens_taken
 from data.shards import closed_folders, drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
 from launch.machine import check_common
-from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, unlike
+from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, unlike, written
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
@@ -42,9 +41,8 @@ class CheckpointError(ValueError):
 
 
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
-    """Save; then delete all of the run but this and the last `keep` - 1 before it. Raises OSError, with these as they were."""
-    torch.save(map_tensors(lambda x: x, saved), buffer := io.BytesIO())  # NumPy's numbers could not be read
-    payload = buffer.getbuffer()
+    """Save; then delete all of the run but this and the last `keep` - 1 before it. Raises OSError or MemoryError, with these as they were."""
+    payload = written(saved)
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_leftovers(path.parent, "step_*.pt.tmp")
     with whole_file(path) as file:

@@ -304,6 +304,82 @@ def check_counted_otherwise(folder: Path, counted: Path, capsys: pytest.CaptureF
     assert message == f"bench/codegen.py: error: {folder}/no/such.json: No such file or directory"
 
 
+TOLD_APART = {
+    "train_gpt.py": ["train_gpt.py"],
+    "idea.py train_gpt.py": ["idea.py", "train_gpt.py"],
+    "/p/ideas/train_gpt.py /p/train_gpt.py": ["ideas/train_gpt.py", "p/train_gpt.py"],
+    "/p/a/x/train_gpt.py /p/b/x/train_gpt.py": ["a/x/train_gpt.py", "b/x/train_gpt.py"],
+    "/train_gpt.py /p/train_gpt.py": ["train_gpt.py", "p/train_gpt.py"],
+    "base.json base.py": ["base.json", "base.py"],
+    "idea.py ./x/../idea.py": ["idea.py", "idea.py"],
+}
+
+
+@pytest.mark.parametrize("paths", TOLD_APART)
+def test_scripts_of_one_name_are_told_apart_by_their_folders(paths: str) -> None:
+    assert codegen.told_apart([Path(path) for path in paths.split()]) == TOLD_APART[paths]
+
+
+def counts(script: str) -> dict:
+    """What --output keeps of a script."""
+    return made(script, 1e-3, 10**9) | {"torch": "2", "triton": "3", "eval": False, "saved": False}
+
+
+def test_two_scripts_of_one_name_have_columns_and_files_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second's code took the first's place, and the updates' of any two scripts."""
+
+    def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        given = codegen.arguments(command[2:])
+        for code in (f"{T}-forward", "update-8-NorMuon-alone-0"):
+            codegen._save(given.save_code, {code: str(given.script)})
+        Path(given.child).write_text(json.dumps(counts(given.script.name)))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(codegen, "run_to_end", compiled)
+    scripts = [tmp_path / name for name in ("a/train_gpt.py", "b/train_gpt.py", "b/idea.py")]
+    for script in scripts:
+        script.parent.mkdir(exist_ok=True)
+        script.touch()
+    for pair, names in ((scripts[:2], ["a/train_gpt.py", "b/train_gpt.py"]), (scripts[1:], ["train_gpt.py", "idea.py"])):
+        folder = tmp_path / names[0].replace("/", "-")
+        codegen.main([str(pair[0]), f"--against={pair[1]}", f"--tokens={T}", "--optimizer", f"--save-code={folder}"])
+        out = capsys.readouterr().out
+        assert all(f"| {name}: kernels |" in out and f"| {name} | 8 | NorMuon alone |" in out for name in names)
+        begins = [name.removesuffix(".py").replace("/", "-") for name in names]
+        codes = (f"{T}-forward", "update-8-NorMuon-alone-0")
+        expected = {f"{begin}-{code}.py": f"{script}" for begin, script in zip(begins, pair) for code in codes}
+        assert {path.name: path.read_text() for path in folder.iterdir()} == expected
+    counted = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path in counted:
+        path.write_text(json.dumps([counts("train_gpt.py")]))
+    codegen.main([str(counted[0]), f"--against={counted[1]}", f"--tokens={T}"])
+    assert "| before.json: kernels | GB | ms | after.json: kernels |" in capsys.readouterr().out
+
+
+NO_COUNTS = {
+    "saved": lambda found: found["passes"][str(T)][0].update(saved="x"),
+    "kernels": lambda found: found["passes"][str(T)][0].update(kernels=[1]),
+    "bytes": lambda found: found["passes"][str(T)][0]["kernels"][0].update(bytes="x"),
+    "phase": lambda found: found["passes"][str(T)][0].update(phase="sideways"),
+    "torch": lambda found: found.pop("torch"),
+    "script": lambda found: found.update(script=["x"]),
+}
+
+
+@pytest.mark.parametrize(("part", "options"), [*((part, []) for part in NO_COUNTS), ("saved", ["--eval", "--saved"])])
+def test_counts_that_are_none_are_named(part: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = counts("train_gpt.py") | {"eval": bool(options)}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([found]))
+    codegen.main([str(path), f"--tokens={T}", *options])
+    NO_COUNTS[part](found)
+    path.write_text(json.dumps([found]))
+    message = f"bench/codegen.py: {path}: holds no counts of this version: make it anew with --output"
+    assert refused(capsys, str(path), f"--tokens={T}", *options) == message
+
+
 def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(capsys, "nowhere\x1b[31m.py") == r"bench/codegen.py: there is no script nowhere\x1b[31m.py"
     with monkeypatch.context() as patch:

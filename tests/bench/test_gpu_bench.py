@@ -113,6 +113,12 @@ def test_calls_at_one_time_have_a_report_each(tmp_path: Path) -> None:
     assert len({gpu.claim_report(tmp_path / "new", "a") for _ in range(5)}) == len([*(tmp_path / "new").glob("*.md")]) == 5
 
 
+def test_a_report_takes_no_name_of_which_either_file_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("of before")
+    assert gpu.claim_report(tmp_path, "a") != tmp_path / "a" and [*tmp_path.glob("a.*")] == [tmp_path / "a.json"]
+    assert gpu.claim_report(tmp_path, "b") == tmp_path / "b" != gpu.claim_report(tmp_path, "b")
+
+
 @pytest.mark.parametrize("option", ["--output={}/file", "--cache={}/file/x", "--output={}/file/x"])
 def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path: Path, option: str) -> None:
     (tmp_path / "file").touch()

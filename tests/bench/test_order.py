@@ -291,6 +291,53 @@ def test_show_prints_the_table_the_reasons_and_the_orders_to_try(tmp_path: Path,
     assert {event["name"] for event in events if event["ph"] == "X"} == set(simulate(operations_of(AB, A_FIRST)))
 
 
+@pytest.mark.parametrize(("name", "option"), [("made.trace.png", "picture"), ("made.trace.chrome.json", "chrome")])
+def test_show_replaces_no_file_of_another_that_its_user_has_not_named(tmp_path: Path, name: str, option: str) -> None:
+    """It took a photo's place in silence. Its own files it makes anew, and those that an option names."""
+    pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
+    trace, foreign = written(tmp_path, made_rows()), tmp_path / name
+    foreign.write_text('{"traceEvents": []}')
+    said = f"order.py: error: {foreign}: is not by this tool, and is not replaced: name another by --{option}=, or delete it"
+    with pytest.raises(SystemExit) as left:
+        order.main(["show", f"{trace}"])
+    assert left.value.code == said and foreign.read_text() == '{"traceEvents": []}'
+    assert {path.name for path in tmp_path.iterdir()} == {trace.name, name}  # nothing else was written
+    order.main(["show", f"{trace}", f"--{option}={foreign}"])
+    made = foreign.read_bytes()
+    assert len(made) > 100
+    foreign.write_bytes(made + b" ")
+    order.main(["show", f"{trace}"])
+    assert foreign.read_bytes() == made
+
+
+def test_a_picture_that_says_who_wrote_it_is_whole(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
+    from PIL import Image  # which matplotlib needs
+
+    order.main(["show", f"{written(tmp_path, made_rows())}"])
+    with Image.open(tmp_path / "made.trace.png") as picture:
+        picture.load()
+        assert picture.info["Software"] == "bankrun bench/order.py"
+    assert json.loads((tmp_path / "made.trace.chrome.json").read_text())["otherData"] == {"writer": "bankrun bench/order.py"}
+
+
+def test_show_prints_its_table_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As in another user's folder: here a folder stands in the way of both files."""
+    pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
+    trace, names = written(tmp_path, made_rows()), ("made.trace.png", "made.trace.chrome.json")
+    for name in names:
+        (tmp_path / f"{name}.tmp").mkdir()
+    with pytest.raises(SystemExit) as left:
+        order.main(["show", f"{trace}"])
+    out = capsys.readouterr().out
+    assert "| label | MB sent |" in out and "Critical path: " in out and "made.trace" not in out
+    assert left.value.code.startswith("order.py: error: ") and "\n" not in left.value.code
+    assert all(f"{tmp_path / name}: " in left.value.code for name in names)
+    with pytest.raises(SystemExit):
+        order.main(["show", f"{trace}", f"--picture={tmp_path}/made.trace.png"])
+    assert capsys.readouterr().out == ""  # asked for, and not there
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

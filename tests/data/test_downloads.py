@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
@@ -54,8 +55,9 @@ class Hub(ThreadingHTTPServer):
         self.breaks: dict[str, list[tuple[str, int]]] = {}
         self.announced: dict[str, str] = {}
         self.fails: dict[str, int] = {}
-        self.status = 500
-        self.endless: set[str] = set()  # GETs of these paths send more and more, and no length
+        self.status, self.error = 500, b""
+        self.endless: dict[str, int] = {}  # GETs of these paths have this status, and send more and more, and no length
+        self.silent: set[str] = set()  # HEADs of these paths tell no length
         self.commit: object = COMMIT
         self.lists: list | None = None  # instead of a dataset's files
         self.says = b""  # instead of what the hub says of a dataset
@@ -89,10 +91,10 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path).lstrip("/")
         self.server.log.append((self.command, path, self.headers.get("Range")))
         if path.startswith("api/"):
-            return self.answer_api(path)
+            return self.send_without_end({}) if path in self.server.endless else self.answer_api(path)
         if self.server.fails.get(request := f"{self.command} {path}", 0):
             self.server.fails[request] -= 1
-            return self.reply(self.server.status, b"", {})
+            return self.reply(self.server.status, self.server.error, {}, body)
         content = self.server.files.get(path)
         if content is None:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
@@ -104,14 +106,22 @@ class Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if body and path in self.server.endless:
             return self.send_without_end(headers)
+        if not body and path in self.server.silent:
+            return self.send_head(200, headers)
         self.reply(status, content[start:], headers, body, self.server.breaks.get(path) if body else None)
 
-    def send_without_end(self, headers: dict[str, str]) -> None:
-        self.send_response(200)
-        for name, value in {**headers, "Transfer-Encoding": "chunked"}.items():
+    def send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        for _ in range(10_000):  # until the client goes away; then 650 MB are a failure
+
+    def send_without_end(self, headers: dict[str, str]) -> None:
+        status = self.server.endless[unquote(urlsplit(self.path).path).lstrip("/")]
+        there = {"Location": "/api/elsewhere"} if status == 302 else {}
+        self.send_head(status, {**headers, **there, "Transfer-Encoding": "chunked"})
+        self.close_connection = True
+        for _ in range(2_000):  # until the client goes away; then 130 MB are a failure
             self.wfile.write(b"10000\r\n" + bytes(2**16) + b"\r\n")
             self.server.sent += 2**16
 
@@ -137,10 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         body: bool = True,
         breaks: list[tuple[str, int]] | None = None,
     ) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
+        self.send_head(status, {**headers, "Content-Length": str(len(content))})
         if not body:
             return
         how, after = breaks.pop(0) if breaks else ("", len(content))
@@ -349,7 +356,7 @@ def test_a_shard_is_on_disk_before_it_has_its_name(tmp_path: Path, shards: dict[
     inode = lambda file: os.stat(file).st_ino
     said = cached_fineweb10B.Announced(hashlib.sha256(shards[name]).hexdigest(), None)
     monkeypatch.setattr(cached_fineweb10B, "announced", lambda *_: said)
-    monkeypatch.setattr(cached_fineweb10B, "receive", lambda _, part, size: part.write_bytes(shards[name]))
+    monkeypatch.setattr(cached_fineweb10B, "receive", lambda _, part, *sizes: part.write_bytes(shards[name]))
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(("synced", inode(file))), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda old, new: (done.append(("named", inode(old))), replace(old, new)))
     cached_fineweb10B.fetch_shard(name, tmp_path, {})
@@ -412,7 +419,7 @@ class Client:
         folder.mkdir(exist_ok=True)
 
     def get(self, name: str) -> Path:
-        return cached_fineweb10B.fetch("kjj0/fineweb10B-gpt2", name, self.folder)
+        return cached_fineweb10B.fetch("kjj0/fineweb10B-gpt2", name, self.folder, 10_000)
 
     def shard(self, name: str) -> int:
         return cached_fineweb10B.fetch_shard(name, self.folder, self.known)
@@ -495,10 +502,69 @@ def test_what_is_left_of_another_state_of_the_file_is_not_gone_on_with(
 
 def test_a_body_without_end_ends_as_more_comes_than_was_announced(hub: Hub, shards: dict[str, bytes], client: Client) -> None:
     """It filled the disk."""
-    hub.endless.add(f"{CACHED}/{list(shards)[0]}")
+    hub.endless[f"{CACHED}/{list(shards)[0]}"] = 200
     with pytest.raises(DataError, match=r"\(attempt 1 of 5\): it sends more than the 3,024 bytes that it has announced"):
         client.shard(list(shards)[0])
     assert not [path for path in client.folder.rglob("*") if path.is_file()] and hub.sent < 2**24
+
+
+def main_says(tool: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    """The line with which the tool ends in this process, with code 1. It leaves no file."""
+    monkeypatch.setattr(sys, "argv", [f"{tool.__name__}.py", "--output", str(folder), *options])
+    with pytest.raises(SystemExit) as caught:
+        tool.main()
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+    return f"{caught.value.code}"  # of a message: code 1
+
+
+@pytest.mark.parametrize("says_length", [False, True])
+def test_a_file_has_no_more_bytes_than_such_a_file_can_have(
+    hub: Hub, shards: dict[str, bytes], client: Client, monkeypatch: pytest.MonkeyPatch, says_length: bool
+) -> None:
+    """Of one whose length nobody says, and of one that is announced to be larger."""
+    path = f"{CACHED}/{list(shards)[0]}"
+    hub.endless[path] = 200
+    hub.silent |= set() if says_length else {path}
+    monkeypatch.setattr(cached_fineweb10B, "MAX_SHARD", 3000)
+    told = main_says(cached_fineweb10B, client.folder / "out", monkeypatch, "0")
+    assert "(attempt 1 of 5): it sends more than the 3,000 bytes that such a file can have" in told and "\n" not in told
+    assert hub.sent < 2**24 and client.pauses == [] and not (client.folder / "out").exists()
+
+
+def test_a_parquet_file_has_no_more_bytes_than_one_can_have(
+    hub: Hub, parquet: dict[str, list[str]], client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{PARQUET}/sample/10BT/000.parquet"
+    hub.endless[path], hub.silent = 200, {path}
+    monkeypatch.setattr(fineweb, "MAX_PARQUET", 3000)
+    progress = fineweb.Progress({}, *fineweb.list_parquet("sample/10BT"))
+    with pytest.raises(DataError, match=r"\(attempt 1 of 5\): it sends more than the 3,000 bytes that such a file can have$"):
+        fineweb.fetch_parquet(progress, client.folder, 0)
+    assert hub.sent < 2**24 and not [path for path in client.folder.rglob("*") if path.is_file()] and progress.fetched == []
+
+
+@pytest.mark.parametrize(
+    "tool, status", [(fineweb, 200), *((tool, status) for tool in (cached_fineweb10B, fineweb) for status in (302, 403, 500))]
+)
+def test_an_answer_without_end_is_no_hubs(
+    hub: Hub, shards: dict[str, bytes], client: Client, monkeypatch: pytest.MonkeyPatch, tool: ModuleType, status: int
+) -> None:
+    """A list's, an error's or a redirect's. It took all memory, five times."""
+    path = f"{CACHED}/fineweb_val_000000.bin" if tool == cached_fineweb10B else "api/datasets/HuggingFaceFW/fineweb"
+    hub.endless[path] = status
+    huggingface_hub.close_session()  # an earlier test's
+    monkeypatch.setattr(cached_fineweb10B, "MAX_ANSWER", 2**20)
+    told = main_says(tool, client.folder / "out", monkeypatch, *["--encoding=bytes"] * (tool == fineweb))
+    answers = f"http://127.0.0.1:{hub.server_port}/{path} answers, and not as a hub does, with more than 1,048,576 bytes"
+    assert f"(attempt 1 of 5): {answers}: a login page, or another HF_ENDPOINT?" in told and "\n" not in told
+    assert hub.sent < 2**24 and client.pauses == [] and not (client.folder / "out").exists()
+
+
+def test_of_a_long_error_the_beginning_is_told(hub: Hub, shards: dict[str, bytes], client: Client, capsys) -> None:
+    """As of a server that answers with a page."""
+    hub.fails[f"GET {CACHED}/{list(shards)[0]}"], hub.error = 1, b"x" * 2**20
+    assert client.shard(list(shards)[0]) == 1000
+    assert re.search("500 .*xxx; trying again in 1 s", said := capsys.readouterr().err) and len(said) < 3000
 
 
 @pytest.mark.parametrize("announced", ["", "d41d8cd98f00b204e9800998ecf8427e", "../" * 22])
@@ -699,14 +765,15 @@ def test_retries_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("the cable: cable cut; trying again") == 4
 
 
-def test_a_full_disk_is_not_tried_again() -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("No space")])
+def test_a_full_disk_is_not_tried_again_and_nor_is_a_full_memory(error: Exception) -> None:
     calls = []
 
     def fail() -> None:
         calls.append(1)
-        raise OSError(28, "No space left on device")
+        raise error
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(type(error), match="No space"):
         cached_fineweb10B.with_retries(fail, "a shard")
     assert len(calls) == 1
 
@@ -844,7 +911,7 @@ class Here:
         self.folder, self.monkeypatch, self.cut_after = folder, monkeypatch, -1
         self.fetched: list[str] = []
 
-        def fetch(repo: str, name: str, where: Path, revision: str, place: str, keep: bool) -> Path:
+        def fetch(repo: str, name: str, where: Path, limit: int, revision: str, place: str, keep: bool) -> Path:
             if keep:
                 return where / name
             self.fetched.append(name)
@@ -1109,7 +1176,7 @@ def test_a_parquet_file_that_has_changed_on_disk_is_fetched_again(hub: Hub, parq
     (client.folder / name).write_bytes(damaged(hub.files[f"{PARQUET}/{name}"]))
     for requests in (1, 0):  # then it is right, and not fetched
         hub.log.clear()
-        cached_fineweb10B.fetch(fineweb.REPO, name, client.folder, COMMIT)
+        cached_fineweb10B.fetch(fineweb.REPO, name, client.folder, fineweb.MAX_PARQUET, COMMIT)
         assert len(hub.gets()) == requests
     assert (client.folder / name).read_bytes() == hub.files[f"{PARQUET}/{name}"]
 

@@ -314,6 +314,22 @@ def test_a_file_that_fails_for_another_reason_ends_it(tmp_path: Path, library: P
     assert not [*(tmp_path / "out").glob("*.bin")]
 
 
+@pytest.mark.parametrize("when", ["found", "read"])
+def test_a_file_that_goes_meanwhile_is_told(tmp_path: Path, library: Path, monkeypatch, when: str) -> None:
+    """As an editor's: Python's own words, of no such file, said nothing of why."""
+    gone, found = sorted(library.rglob("*.py"))[-1], getattr(local_text, "find_files" if when == "found" else "read_text")
+
+    def go(*args):
+        result = found(*args)
+        gone.unlink(missing_ok=True)
+        return result
+
+    monkeypatch.setattr(local_text, found.__name__, go)
+    with pytest.raises(SystemExit, match=f"{gone} has gone since it was found: start again"):
+        make(monkeypatch, library, tmp_path / "out")
+    assert not [*(tmp_path / "out").glob("*.bin")]
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_a_file_that_changes_while_all_are_read_is_told(tmp_path: Path, library: Path, monkeypatch, read: bool) -> None:
     """Put back afterwards, the shards held the edit, and the manifest said that they were up to date."""

@@ -177,6 +177,17 @@ def test_a_disk_that_fails_leaves_the_old_file_or_the_new_and_no_other(
     assert content_of(tmp_path) == {"f": left}
 
 
+def test_a_disk_that_is_read_only_names_the_users_file(tmp_path: Path, monkeypatch) -> None:
+    """Not the one that is written first, which unlink() names there."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system", f"{path}")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match=f"Read-only file system: '{tmp_path}/f.bin'$"), whole_file(tmp_path / "f.bin"):
+        pass
+
+
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     """Of itself it does not. An error without a number stays as it is."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -499,6 +499,20 @@ def test_a_save_that_failed_is_in_the_log_and_the_next_may_succeed(shards, tmp_p
     assert names(tmp_path / "logs" / "run") == ["step_000006.pt", END]
 
 
+def test_a_save_without_memory_is_told_as_one(tmp_path):
+    """torch.save raised an error of its own over it, of an unexpected position, and the run ended in that."""
+    state = {"x": torch.ones(75_000_000)}  # 300 MB
+
+    def work() -> None:
+        used = int(text_of(Path("/proc/self/statm")).split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), -1))
+        with pytest.raises(MemoryError):
+            write_checkpoint(tmp_path / "run" / END, state, 1)
+        assert not (tmp_path / "run").exists()
+
+    assert exit_code(forked(work, tmp_path / "output")) == 0, text_of(tmp_path / "output")
+
+
 def test_a_run_without_its_last_checkpoint_does_not_end_well(shards, tmp_path, monkeypatch, capsys, no_warm_up):
     """A file stands where its folder was."""
     folder = tmp_path / "logs" / "run"

@@ -163,11 +163,11 @@ def test_more_ranks_than_memory_holds_are_refused(start, shards, tmp_path, monke
 def test_a_large_vocabulary_counts(start, shards, tmp_path, monkeypatch):
     """Its logits are most of what a rank needs: an estimate was a seventh of that. In training, and in longer validations."""
     monkeypatch.setenv("RANKS", "1")
-    monkeypatch.setattr(launcher, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(launcher, "free_memory", lambda: 2 << 30)
     tiny = options(shards, tmp_path, micro_batches=1)
     for more in (["--vocab_size=65536"], ["--vocab_size=8192", "--val_tokens=16384", "--val_batch_tokens=16384"]):
         code, lines, started = start(*tiny, *more)
-        said = r"a rank needs about \d\.\d GiB of memory, 1.0 GiB are free: lower"
+        said = r"a rank needs about \d\.\d GiB of memory, 2.0 GiB are free: lower"
         assert (code, started) == (1, ()) and re.search(said, lines[-1]), lines
     assert start(*tiny)[2]
 
@@ -175,11 +175,42 @@ def test_a_large_vocabulary_counts(start, shards, tmp_path, monkeypatch):
 def test_the_backward_pass_counts(start, shards, tmp_path, monkeypatch):
     """Where training has longer micro-batches than validation: at width 128, --batch_unit=640, 1,936 MiB were taken for 1,062."""
     monkeypatch.setenv("RANKS", "1")
-    monkeypatch.setattr(launcher, "free_memory", lambda: 1200 << 20)
+    monkeypatch.setattr(launcher, "free_memory", lambda: 1600 << 20)
     wide = options(shards, tmp_path, micro_batches=1, model_dim=256, num_heads=4, head_dim=64)
     assert start(*wide)[2]
     code, lines, started = start(*wide, "--batch_unit=192")
-    assert (code, started) == (1, ()) and re.search(r"a rank needs about \d\.\d GiB of memory, 1.2 GiB are free: lower", lines[-1]), lines
+    assert (code, started) == (1, ()) and re.search(r"a rank needs about \d\.\d GiB of memory, 1.6 GiB are free: lower", lines[-1]), lines
+
+
+LARGE = {  # GiB free: what is refused, by what a rank needs; what is not; the last of the way out
+    "windows": (8, dict(block_size=1024), dict(block_size=256), "or the batches"),
+    "windows in training": (6, dict(val_batch_tokens=4096, batch_unit=384, block_size=1024), dict(block_size=32), "or the batches"),
+    "the copy of the state in the warm-up": (4, dict(bigram_rows=2_000_000), dict(bigram_rows=400_000), "or the batches"),
+    "a save": (6, dict(bigram_rows=2_000_000, save_every=1), dict(bigram_rows=2_000_000), "or the batches, or give --save_every=0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_what_else_takes_memory_counts(start, shards, tmp_path, monkeypatch, what):
+    """Peaks, but for the second: 10,564, 4,980 and 6,072 MiB, where 1,077 to 2,600 were asked for: the system killed a rank,
+    one as it wrote its first checkpoint."""
+    free, refused, taken, way_out = LARGE[what]
+    monkeypatch.setenv("RANKS", "1")
+    monkeypatch.setattr(launcher, "free_memory", lambda: free << 30)
+    demo = train_gpt.DEMO | dict(val_every=0, val_tokens=32768, sample_tokens=0, num_scheduled_iterations=3, num_extension_iterations=1)
+    given = [f"--{name}={value}" for name, value in (demo | dict(data=shards, log_dir=tmp_path / "logs")).items()]
+    code, lines, started = start(*given, *(f"--{name}={value}" for name, value in refused.items()))
+    said = rf"a rank needs about \d+\.\d GiB of memory, {free}.0 GiB are free: lower --model_dim, .*{way_out}$"
+    assert (code, started) == (1, ()) and re.search(said, lines[-1]), lines
+    done = start(*given, *(f"--{name}={value}" for name, value in taken.items()))
+    assert "memory" not in done[1][-1]
+
+
+def test_ranks_that_save_gather_at_the_first(monkeypatch):
+    """Of two, the first takes the whole state, several times: alone it would have room."""
+    launcher.check_memory(2, 1 << 30, 6 << 30, 5 << 30)
+    with pytest.raises(launcher.LaunchError, match=r"2 ranks need about 6.0 GiB .* RANKS=1, or give --save_every=0'"):
+        launcher.check_memory(2, 1 << 30, 5 << 30, 5 << 30)
 
 
 @pytest.mark.parametrize("option, number", [("v", "RLIMIT_AS"), ("d", "RLIMIT_DATA")])

@@ -569,6 +569,9 @@ def test_a_tool_goes_on_in_the_environment_that_has_its_packages(monkeypatch):
     environment.go_on("records/requirements.txt")
     assert started == [("/there/python", ["/there/python", "records/compare.py", "a", "b c"])]
     assert environment.PROGRAM == "compare.py"
+    monkeypatch.delattr(sys, "orig_argv")  # as before Python 3.10
+    environment.go_on("records/requirements.txt")
+    assert started[1:] == started[:1]
 
 
 def test_the_tools_need_no_package_of_training(tmp_path):

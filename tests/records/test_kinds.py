@@ -273,6 +273,8 @@ def test_a_resumption_is_a_part_of_its_own():
     log = parse_log(make_log(environment=f"{ENVIRONMENT}\n{CHANGED}\n{CHANGED}"))
     assert resumed_at(log) == [4, 4] and made_with(log)["resumption with changed source"].count("+x = 2") == 2
     assert made_with(log)["PyTorch"] == "2.13.0+cu130"
+    log = parse_log(make_log(environment=f"{ENVIRONMENT}\n{CHANGED.replace('step 4 ', 'step ' + '9' * 5000 + ' ')}"))
+    assert resumed_at(log) == []  # more digits than Python reads: no line of a run's
 
 
 def test_a_variable_that_a_resumption_forgot_is_another_kind():
