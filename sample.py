@@ -28,6 +28,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
 if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
     launcher, early, root = {}, argparse.ArgumentParser(add_help=False), Path(__file__).resolve().parent
     own, starter = f"{root}/train_gpt.py", f"{root}/launch/start.py"
+    if sys.version_info < (3, 11) and os.path.exists(starter):  # it cannot import the rest
+        runpy.run_path(f"{root}/launch/environment.py")["go_on"]("requirements.txt")
     early.add_argument("--script", nargs="?", type=os.path.expanduser, const=own, default=own)  # --script=-- is none
     script = Path(os.path.realpath(early.parse_known_args()[0].script))
     if os.path.exists(starter) and os.path.isfile(script) and os.access(script, os.R_OK):  # the sources of a log have no starter
@@ -141,8 +143,6 @@ def sample(
     trainer: ModuleType, path: str, prompt: str, tokens: int, temperature: float, nucleus: float = 1.0, log_dir: str | Path = "logs"
 ) -> str:  # fmt: skip
     """What the model writes after the prompt. Raises CheckpointError (a ValueError) if the file does not serve, OSError."""
-    if path == checkpoints.LATEST and os.path.isdir(log_dir):
-        os.listdir(log_dir)  # one that may not be read would be taken for an empty one
     place, saved = checkpoints.find_checkpoint(path, log_dir)
     defaults = vars(trainer.Hyperparameters())
     settings = saved.get("hyperparameters")

@@ -136,7 +136,8 @@ def show(args: argparse.Namespace) -> None:
     groups = [(kind, steps, traces.typical(steps)) for kind, steps in traces.by_kind(traces.read_trace(args.trace))]
     for option, path in args.beside.items():
         if os.path.lexists(path) and not is_own(path):
-            raise ModelError(f"{path}: is not by this tool, and is not replaced: name another by --{option}=, or delete it")
+            fault = f"{path}: does not say that this tool wrote it, and is not replaced"
+            raise ModelError(f"{fault}: name another by --{option}=, or delete it")
     panels = [(f"{kind}, step {step.step}, traced", step.operations, step.spans) for kind, _, step in groups]
     unwritten = draw(panels, args)
     for kind, steps, step in groups:

@@ -168,6 +168,8 @@ def fetch(
             return final
         if keep:
             raise DataError(f"{final} does not have the hash {expected} of the hub's, and is not replaced: move it away")
+    if size and size > limit:
+        raise DataError(f"{repo}/{name} has {size:,} bytes, as is announced, such a file {limit:,} at most: another hub?")
     if not sys.stderr.isatty():  # where no bar shows it
         console(f"fetching {one_line(name)}{f', {tqdm.format_sizeof(size)}B' if size else ''}{place and f' ({place})'}", "stderr")
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -204,8 +206,8 @@ def remove_fetched(folder: Path, names: Iterable[str], whole: bool = True) -> No
 
 def receive(url: str, part: Path, size: int | None, limit: int) -> None:
     """The bytes of `url` from the end of the file `part` on; whatever ends this, those that have arrived stay there, unless they
-    are more than `size`, or than `limit`: DataError, as they may never end."""
-    most = min(size or limit, limit)
+    are more than `size`, or without one than `limit`: DataError, as they may never end."""
+    most, which = (size, "it has announced") if size else (limit, "such a file can have")
     start = part.stat().st_size if check_plain(part) else 0
     headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
     with session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
@@ -219,7 +221,6 @@ def receive(url: str, part: Path, size: int | None, limit: int) -> None:
             for block in response.iter_bytes():
                 if file.tell() + len(block) > most:
                     part.unlink()
-                    which = "it has announced" if most == size else "such a file can have"
                     raise DataError(f"it sends more than the {most:,} bytes that {which}")
                 file.write(block)
                 bar.update(len(block))

@@ -116,9 +116,9 @@ def wanted_folder(folder: Path, output: Path, seen: set[tuple[int, int]]) -> boo
 
 
 def read_text(path: Path) -> bytes | None:
-    """The bytes of a UTF-8 text file; None if this user may not read it, it has gone, is not UTF-8, or has a NUL byte and so is no text,
-    of which no more is read than tells so. Raises OSError for one that cannot be read for another reason, DataError for one
-    that memory does not hold."""
+    """The bytes of a UTF-8 text file; None if this user may not read it, it has gone, is not UTF-8, or has a NUL byte and so is
+    no text, of which no more is read than tells so. Raises OSError for one that cannot be read for another reason, DataError
+    for one that memory does not hold."""
     decoder, blocks = codecs.getincrementaldecoder("utf-8")(), []
     try:
         with named(path), path.open("rb") as file:

@@ -281,8 +281,8 @@ def open_at_once(path: Path) -> BinaryIO:
 
 
 def closed_folders(folder: Path, pattern: str) -> list[Path]:
-    """Those in a folder that may not be listed, as another user's: a glob below them finds nothing, without a word."""
-    return [path for path in sorted(folder.glob(pattern)) if os.path.isdir(path) and not os.access(path, os.R_OK)]
+    """It and those in it that may not be listed, as another user's: a glob there finds nothing, without a word."""
+    return [path for path in (folder, *sorted(folder.glob(pattern))) if os.path.isdir(path) and not os.access(path, os.R_OK)]
 
 
 def read_regular(path: Path) -> bytes:

@@ -68,10 +68,12 @@ TRAINED_TOKEN_MEMORY, TRAINED_LOGIT_MEMORY = 1200, 40
 # width 64 to 256, 905 to 10,564 MiB; the estimates are 0.98 to 1.16 of these.
 BESIDE_ATTENTION, TRAINED_BESIDE_ATTENTION = 140, 500
 # What the first rank holds at a save beside its own, as a share of the whole state: alone, and where it gathers the others'. Of
-# 10 runs, 0.4 to 2 million rows of bigrams, or 251,520 at width 768, 2,075 to 11,711 MiB; the estimates are 0.91 to 1.15 of these.
+# 10 runs with 0.4 to 2 million rows of bigrams, or 251,520 at width 768, 2,075 to 11,711 MiB; the estimates are 0.91 to 1.15
+# of these.
 SAVES_ALONE, SAVES = 3, 6
 LIBRARIES = 1 << 30  # bytes of a rank's addresses that are in no memory, as PyTorch's files: 1.0 GiB
-SIZES = "--model_dim, --bigram_rows, --vocab_size, --block_size or the batches"  # what a model's memory goes by
+SIZES = "--model_dim, --bigram_rows, --vocab_size, --block_size or the batches"  # what a rank's memory goes by
+UNSAVED = ", or give --save_every=0"  # where that helps
 CGROUP_MEMORY = (  # where control groups are, their limit, use and, in memory.stat, cached files: version 2, then 1
     ("sys/fs/cgroup", "memory.max", "memory.current", r"^(?:in)?active_file (\d+)$"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)$"),
@@ -538,13 +540,19 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
         leaves = importlib.import_module("runtime.checkpoints").leaves
         parts = (layout["same"], layout["sharded"], layout["same"]["parameters"])
         same, sharded, weights = ([x.nbytes for _, x in leaves(part) if torch.is_tensor(x)] for part in parts)
-        state, own, model = sum(same + sharded), sum(same) + sum(sharded) // ranks, sum(weights)
-        if not gpus:  # the warm-up keeps a copy of its state, and an update takes as much as its weights, twice
-            passes = max(passes_memory(script, s, manager.batch_tokens), 2 * max(weights, default=0))
-            saves = RANK_MEMORY + own + model + (SAVES if ranks > 1 else SAVES_ALONE) * state if getattr(s, "save_every", 0) else 0
-            check_memory(ranks, RANK_MEMORY + 2 * own + model + passes, free, saves)
+        state, saved = sum(same + sharded), bool(getattr(s, "save_every", 0))
+        # An update takes as much as its weights, twice.
+        passes = 0 if gpus else max(passes_memory(script, s, manager.batch_tokens), 2 * max(weights, default=0))
+
+        def needs(ranks: int) -> tuple[int, int]:
+            held = RANK_MEMORY + sum(weights) + (own := sum(same) + sum(sharded) // ranks)
+            whole = (SAVES if ranks > 1 else SAVES_ALONE) * state
+            return held + own + passes, saved * (held + whole)  # own: the warm-up's copy
+
+        if not gpus:
+            check_memory(ranks, needs, free)
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        if getattr(s, "save_every", 0) and 0 <= limit < state:
+        if saved and 0 <= limit < state:
             raise LaunchError(f"ulimit -f is {limit >> 10}, a checkpoint has over {state >> 10}: raise it, or --save_every=0", 1)
 
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # here nobody else would come to it
@@ -785,9 +793,11 @@ def passes_memory(script: Any, s: Any, batch_tokens: Callable[[int], int]) -> in
 
 
 def attention_memory(script: Any, s: Any, step: int, tokens: int, trained: bool) -> int:
-    """Bytes that a CPU's attention (attention.py) takes of a micro-batch of so many tokens, in training what all layers keep for
-    their backward pass: by the script's LAYERS and step_schedule. 0 of a script without them, or with its own."""
+    """Bytes that a CPU's attention (attention.py) takes of a micro-batch of so many tokens, in training what all layers keep
+    for their backward pass: by the script's LAYERS and step_schedule. 0 of a script without, or with an attend of its own."""
     with contextlib.suppress(Exception):
+        if script.attend.__module__ != "attention":
+            return 0
         now, bands, work = script.step_schedule(step, s), {}, []
         for layer in script.LAYERS:
             if layer.window:
@@ -799,20 +809,21 @@ def attention_memory(script: Any, s: Any, step: int, tokens: int, trained: bool)
     return 0
 
 
-def check_memory(ranks: int, each: int, free: int, saves: int = 0) -> None:
-    """Raise LaunchError for more ranks than so many free bytes hold, of so many bytes each, or one beyond the user's limits.
-    saves: what the first rank needs as it saves; 0: it does not."""
-    most, last = max(each, saves), ", or give --save_every=0" * (saves > each)
+def check_memory(ranks: int, needs: Callable[[int], tuple[int, int]], free: int) -> None:
+    """Raise LaunchError for more ranks than so many free bytes hold, or one beyond the user's limits.
+    needs: of so many ranks the bytes of each, and of the first as it saves; 0: it does not."""
+    each, saves = needs(ranks)
+    most = max(each, saves)
     for option, limit, beside in (("v", resource.RLIMIT_AS, LIBRARIES), ("d", resource.RLIMIT_DATA, 0)):
         if 0 <= (found := resource.getrlimit(limit)[0]) < most + beside:
             fault = f"ulimit -{option} is {found >> 10}, a rank needs about {(most + beside) >> 10}"
-            raise LaunchError(f"{fault}: raise it, or lower {SIZES}{last}", 1)
-    need = (ranks - 1) * each + most
+            raise LaunchError(f"{fault}: raise it, or lower {SIZES}{UNSAVED * (each + beside <= found)}", 1)
+    need, alone = (ranks - 1) * each + most, max(needs(1))
     if need > free:
-        fewer = ranks > 1 and most <= free
+        fewer = alone <= free  # so there are several
         who, advice = (f"{ranks} ranks need", "start fewer, as RANKS=1") if fewer else ("a rank needs", f"lower {SIZES}")
-        gib = [f"{x / 2**30:,.1f} GiB" for x in (need if fewer else most, free)]
-        raise LaunchError(f"{who} about {gib[0]} of memory, {gib[1]} are free: {advice}{last}", 1)
+        gib = [f"{x / 2**30:,.1f} GiB" for x in (need if fewer else alone, free)]
+        raise LaunchError(f"{who} about {gib[0]} of memory, {gib[1]} are free: {advice}{UNSAVED * (ranks * each <= free)}", 1)
 
 
 def free_memory(root: Path = Path("/")) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
+import older  # noqa: F401, first of all
 import rules
 import show
 import tool

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
+import older  # noqa: F401, first of all
 import tool
 from launch.sources import python_files
 from runlog import read_log, resumed_with_changes

@@ -22,13 +22,14 @@ import shlex
 import shutil
 import sys
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
+import older  # noqa: F401, first of all
+import tomllib
 import compare
 import tool
 from groups import BASELINE, Group, InputError, choose, figures, find_logs, folded, gather, on_several_machines, plural

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
+import older  # noqa: F401, first of all
 import t_tests
 import tool
 from groups import InputError, folded, gather, on_several_machines, plural

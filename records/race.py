@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
 
+import older  # noqa: F401, first of all
 import compare
 import tool
 from changes import other_tokens, source_pairs

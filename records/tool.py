@@ -108,7 +108,7 @@ def run(main: Callable[[], None], packages: bool = True) -> None:
         what = f"{clean(empty[0]) or 'an argument'} is empty: is a shell variable not set?"
         print(f"{Path(sys.argv[0]).name}: error: {what}", file=sys.stderr)
         raise SystemExit(2)
-    if packages and not {"--help", "-h"} & {*own} or sys.version_info < environment.OLDEST:
+    if packages and not {"--help", "-h"} & {*own}:
         environment.go_on("records/requirements.txt")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as after nohup

@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 
 def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
-    """Save; then delete all of the run but this and the last `keep` - 1 before it. Raises OSError or MemoryError, with these as they were."""
+    """Save; then delete all of the run but this and the last `keep` - 1 before it. Raises OSError, MemoryError, these unchanged."""
     payload = written(saved)
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_leftovers(path.parent, "step_*.pt.tmp")
@@ -208,7 +208,7 @@ def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[st
 def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) -> None:
     """Raise CheckpointError unless the checkpoint is complete, consistent and of a model like the manager's."""
     texts, nests = {"header": "", "lines": ""}, dict.fromkeys(("course", "hyperparameters", "sources", "shards", "state"), {})
-    there = {"course": {}, **saved} | {name: {} for name in nests if isinstance(saved.get(name), dict)}  # older ones lack a course
+    there = {"course": {}, **saved} | {name: {} for name in nests if isinstance(saved.get(name), dict)}  # older: no course
     raise_if(path, differences(there, {"step": 0, "seconds": 0.0, "run_id": "", "log": texts, **nests}))
     step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
     raise_if(path, [] if 0 <= step <= total else [f"step is {step}, must be 0 to {total}"])

@@ -297,7 +297,7 @@ def test_show_replaces_no_file_of_another_that_its_user_has_not_named(tmp_path: 
     pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
     trace, foreign = written(tmp_path, made_rows()), tmp_path / name
     foreign.write_text('{"traceEvents": []}')
-    said = f"order.py: error: {foreign}: is not by this tool, and is not replaced: name another by --{option}=, or delete it"
+    said = f"order.py: error: {foreign}: does not say that this tool wrote it, and is not replaced: name another by --{option}=, or delete it"
     with pytest.raises(SystemExit) as left:
         order.main(["show", f"{trace}"])
     assert left.value.code == said and foreign.read_text() == '{"traceEvents": []}'

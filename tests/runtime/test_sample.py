@@ -1,6 +1,5 @@
 """Text from a checkpoint: by sample.py, with the weights that were saved."""
 
-import errno
 import os
 import re
 import shlex
@@ -173,14 +172,12 @@ def test_a_script_that_cannot_be_read_is_one_message(tmp_path, path, said):
     assert done.returncode == 2 and done.stderr.endswith(f"error: --script={script}: {said}\n")
 
 
-def test_a_folder_of_logs_that_may_not_be_read_is_not_an_empty_one(tmp_path, capsys, monkeypatch):
-    def refuse(path):
-        raise PermissionError(errno.EACCES, "Permission denied", f"{path}")
-
-    monkeypatch.setattr(os, "listdir", refuse)
-    with pytest.raises(SystemExit):
-        sample.main(["latest", "x", f"--log_dir={tmp_path}"])
-    assert f"sample.py: error: [Errno 13] Permission denied: '{tmp_path}'\n" in capsys.readouterr().err
+def test_a_folder_of_logs_that_may_not_be_read_is_not_an_empty_one(tmp_path):
+    (tmp_path / "logs").mkdir(mode=0o300)
+    command = [sys.executable, f"{ROOT / 'sample.py'}", "latest", "x", f"--log_dir={tmp_path / 'logs'}"]
+    done = run_fresh(command, preexec_fn=without_rights)
+    told = [f"sample.py: passed over {tmp_path / 'logs'}: cannot be read: Permission denied", "sample.py: error: latest: no usable"]
+    assert done.returncode == 1 and all(map(done.stderr.__contains__, told)), done
 
 
 TEMPERATURES = {1e308: "any", 1e38: "any", 1e-38: "likeliest", 1e-45: "likeliest", 1e-46: "likeliest", 5e-324: "likeliest"}
