@@ -891,6 +891,12 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a signal as the data tool starts is lost", "faults/start::test_a_signal_as_the_data_tool_is_started_ends_the_start",
+         "for number in late[:1]:", "for number in ():"),
+        ("a signal that C code discards is lost", "faults/start::test_a_signal_within_c_code_of_the_checks_is_not_lost",
+         "for number, _ in heard[:1]:", "for number, _ in ():"),
+        ("a hook at a fork discards what a handler raises", "faults/start::test_a_signal_as_the_data_tool_is_started_ends_the_start",
+         "signal.signal(number, lambda number, _: late.append(number)) for", "signal.getsignal(number) for"),
         ("attention's windows count as nothing", "faults/start::test_what_else_takes_memory_counts",
          "        return int(sum(bands.values())", "        return 0 * int(sum(bands.values())"),
         ("what layers keep for their backward pass counts once", "faults/start::test_what_else_takes_memory_counts",
@@ -1055,6 +1061,8 @@ CHANGES = {  # by file: what, tests, old, new
          "{*child_processes()} - before:", "{*child_processes()}:"),
     ),
     "runtime/checkpoints.py": (
+        ("what a pickle calls is not named", "runtime/bad_input::test_a_damaged_checkpoint_stops_the_start",
+         r're.search(r"GLOBAL \S+", said) or ', ""),
         ("a tensor may stand for a number",
          "runtime/bad_input::test_a_checkpoint_that_contradicts_itself_or_the_run_is_refused",
          ' or x[:5] != "state")]', ")]"),
@@ -1235,6 +1243,11 @@ CHANGES = {  # by file: what, tests, old, new
          "order[1:][(ranked.cumsum(0) - ranked)[1:] >= nucleus]", "order[(ranked.cumsum(0) - ranked) >= nucleus]"),
     ),
     "records/changes.py": (
+        ("a comparison of lines has no end",
+         "records/compare::test_sources_whose_lines_stand_again_and_again_are_compared_in_seconds",
+         "if not self.effort.spend(self.pairs[end] - self.pairs[first]):", "if not self.effort.spend(0):"),
+        ("each source has the whole effort", "records/compare::test_sources_whose_lines_stand_again_and_again_are_compared_in_seconds",
+         "line_diff(*lines, *titles, effort=effort)", "line_diff(*lines, *titles, effort=Effort(MOST_PAIRS))"),
         ("shards in another order are the same tokens", "records/verdict::test_other_tokens_are_held_against_a_comparison",
          "sorted(log.shards.items()) if", "sorted(log.shards.items(), key=lambda item: item[1]) if"),
         ("changed source of a resumption is not told", "records/compare::test_runs_that_went_on_with_changed_source_say_so",
@@ -1355,6 +1368,9 @@ CHANGES = {  # by file: what, tests, old, new
          "if sys.version_info < (3, 11):", "if None:"),
     ),
     "records/runlog.py": (
+        ("each name builds the dict of all modules",
+         "records/compare::test_a_log_of_many_sources_is_compared_in_proportion_to_their_number",
+         "    @cached_property\n    def modules", "    @property\n    def modules"),
         ("a resumption's step may have any number of digits", "records/kinds::test_a_resumption_is_a_part_of_its_own",
          r"resumed at step (\d{1,9}) from", r"resumed at step (\d+) from"),
         ("a variable that a resumption forgot is none's",

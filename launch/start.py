@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     name, *given = sys.argv if argv is None else ["start.py", *argv]
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # as a parent may have blocked them
-        interrupt = interrupter()
+        interrupt = interrupter(heard := [])
         for number in heeded_signals():
             signal.signal(number, interrupt)
         if not standing():
@@ -121,6 +121,8 @@ def main(argv: list[str] | None = None) -> None:
         os.chdir(here)
         check_main(script, path)
         ranks, options = check(script, options, asked, moves)
+        for number, _ in heard[:1]:  # raised where Python discards it, as in a callback of C code
+            raise Interrupted(number)
         command = [sys.executable, "-u", f"{path}", *options]
         code = 0 if CHECK_ALONE in os.environ else Ranks(ranks, command, name, untouched(variables, os.environ)).wait()
     except LaunchError as error:
@@ -202,18 +204,17 @@ def heeded_signals() -> list[int]:
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
-def interrupter() -> Callable[[int, Any], None]:
-    """A handler for all signals before the ranks start. What comes within a second of the first, as a hang-up beside SIGTERM,
-    is the same one; later the end is at once."""
-    heard: list[float] = []
+def interrupter(heard: list[tuple[int, float]]) -> Callable[[int, Any], None]:
+    """A handler for all signals before the ranks start, which it adds to heard, with their times. What comes within a second of
+    the first, as a hang-up beside SIGTERM, is the same one; later the end is at once."""
 
     def interrupt(number: int, _: Any) -> None:
-        heard.append(time.monotonic())
+        heard.append((number, time.monotonic()))
         if importing:  # an exception that C code of a package meets is an ImportError, or the end of the process
             os._exit(end_early(importing[0], number))
         if len(heard) == 1:
             raise Interrupted(number)
-        if heard[-1] > heard[0] + ONE_SIGNAL:
+        if heard[-1][1] > heard[0][1] + ONE_SIGNAL:
             os._exit(128 + number)
 
     return interrupt
@@ -664,8 +665,17 @@ def make_data(tool: str) -> float:
     command = [sys.executable, "-u", f"{ROOT / tool}"]
     ours = importlib.import_module("launch.console")  # of the script's tree, which may be older
     how = {"stdout": subprocess.PIPE, "text": True, "errors": "replace", "preexec_fn": getattr(ours, "end_with_parent", None)}
-    with subprocess.Popen(command, **how) as making:
+    late: list[int] = []  # signals while it starts: Python runs hooks at a fork, and discards what a handler raises in them
+    before = {number: signal.signal(number, lambda number, _: late.append(number)) for number in heeded_signals()}
+    try:
+        process = subprocess.Popen(command, **how)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    with process as making:
         try:
+            for number in late[:1]:
+                signal.raise_signal(number)
             for line in making.stdout:
                 console(line.rstrip())
         except BaseException:

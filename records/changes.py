@@ -1,13 +1,15 @@
 """What a group's runs have changed, against the baseline's: sources, settings, versions, devices."""
 
+import contextlib
 import difflib
+import itertools
 
 from groups import Group, plural
 from kinds import same_source
-from runlog import RunLog, resumed_with_changes
+from runlog import Effort, RunLog, resumed_with_changes
 from tool import clean
 
-MOST_PAIRS = 10**8  # of lines of two sources: seconds
+MOST_PAIRS = 3 * 10**7  # of lines, looked at as the sources of two logs are compared: seconds
 
 
 def changed(baseline: Group, group: Group) -> str:
@@ -44,20 +46,41 @@ def source_pairs(a: RunLog, b: RunLog) -> list[tuple[str, bytes | None, str, byt
 
 def source_diffs(a: RunLog, b: RunLog) -> list[tuple[str, list[str]]]:
     """(path, unified diff) of each source that differs."""
-    diffs = []
+    diffs, effort = [], Effort(MOST_PAIRS)
     for name_a, source_a, name_b, source_b in source_pairs(a, b):
         if source_a != source_b:
             titles = [clean(f"{log.path}: {name if source is not None else '(none)'}", one_line=True)
                       for log, name, source in ((a, name_a, source_a), (b, name_b, source_b))]  # fmt: skip
             lines = [(source or b"").decode("utf-8", "replace").splitlines() for source in (source_a, source_b)]
-            diff = line_diff(*lines, *titles)
+            diff = line_diff(*lines, *titles, effort=effort)
             diffs.append((name_b, diff or [f"--- {titles[0]}", f"+++ {titles[1]}"]))  # empty, or other line breaks
     return diffs
 
 
-def line_diff(before: list[str], after: list[str], *titles: str) -> list[str]:
+class TooLong(Exception):
+    """Two texts that would take minutes."""
+
+
+class Matcher(difflib.SequenceMatcher):
+    """difflib's, which stops where effort ends: lines that stand again and again may take it the cube of their number."""
+
+    def __init__(self, before: list[str], after: list[str], effort: Effort):
+        super().__init__(None, before, after)
+        self.effort = effort
+        self.pairs = [0, *itertools.accumulate(1 + len(self.b2j.get(line, ())) for line in before)]  # up to each line
+
+    def find_longest_match(self, *within: int) -> difflib.Match:
+        """Within before[first:end] and after[first:end], as get_matching_blocks asks. Raises TooLong."""
+        first, end, *_ = within
+        if not self.effort.spend(self.pairs[end] - self.pairs[first]):
+            raise TooLong
+        return super().find_longest_match(*within)
+
+
+def line_diff(before: list[str], after: list[str], *titles: str, effort: Effort) -> list[str]:
     """Unified; of texts that would take minutes all that is between their common beginning and end."""
-    if len(before) * len(after) < MOST_PAIRS:
+    with contextlib.suppress(TooLong):
+        Matcher(before, after, effort).get_matching_blocks()  # as unified_diff will
         return [*difflib.unified_diff(before, after, *titles, lineterm="")]
     first = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
     rest = min(len(before), len(after)) - first

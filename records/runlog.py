@@ -155,7 +155,7 @@ class RunLog:
         """Path and source of the script; train_gpt.py, empty, where the log has no sources."""
         return next(iter(self.sources.items()), ("train_gpt.py", b""))
 
-    @property
+    @cached_property
     def modules(self) -> dict[str, bytes]:
         """The sources but the script's."""
         return dict(islice(self.sources.items(), 1, None))
@@ -211,7 +211,7 @@ def split_header(text: bytes, log: RunLog) -> int | None:
         if re.search(rb"^(?:import|from|def|class) \w", text, re.MULTILINE):
             log.fault = "cut short within its sources: no rule of = ends them"
         return None
-    effort = Effort(len(text))
+    effort = Effort(EFFORT[0] * len(text) + EFFORT[1])
     end = first_whole(
         text,
         start,
@@ -281,10 +281,10 @@ def find_rules(text: bytes, start: int) -> tuple[list[tuple[int, int]], list[tup
 
 
 class Effort:
-    """How far to search in a log's header, so that no text takes longer than in proportion to its size."""
+    """How far to search, as in a log's header, so that no text takes longer than in proportion to its size."""
 
-    def __init__(self, size: int):
-        self.left = EFFORT[0] * size + EFFORT[1]
+    def __init__(self, most: int):
+        self.left = most
 
     def spend(self, cost: int) -> bool:
         """May that be done?"""

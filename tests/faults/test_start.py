@@ -1,5 +1,6 @@
 """A mistake before the ranks start is one message within seconds; a rank's end is one message and the run's exit code."""
 
+import ctypes
 import errno
 import fcntl
 import io
@@ -1545,6 +1546,21 @@ def test_a_signal_within_an_imports_c_code_ends_all_the_same(tmp_path):
     assert text_of(tmp_path / "output") == "idea.py: SIGTERM: ended before its ranks started\n"
 
 
+def test_a_signal_within_c_code_of_the_checks_is_not_lost(tmp_path, monkeypatch):
+    """No rank starts after it."""
+    hear = ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def begin() -> None:
+        monkeypatch.setattr(launcher, "load", lambda _: None)
+        monkeypatch.setattr(launcher, "check_main", lambda *_: None)
+        monkeypatch.setattr(launcher, "check", lambda *_: hear() or (1, []))
+        monkeypatch.setattr(launcher, "Ranks", lambda *_: os._exit(3))
+        launcher.main([f"{SCRIPT}"])
+
+    assert exit_code(forked(begin, tmp_path / "output")) == 143
+    assert text_of(tmp_path / "output").endswith(f"{SCRIPT.name}: SIGTERM: ended before its ranks started\n")
+
+
 def test_nohup_stays_in_force(ranks):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert ranks("rank or os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.3)") == (0, "")
@@ -1629,6 +1645,22 @@ def test_a_data_tool_that_is_killed_is_told(number, name, tmp_path, monkeypatch,
         launcher.main([])
     assert left.value.code == 1
     assert re.search(f"error: maker.py was killed by {name}.*: there are no data", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("moment", ["before", "after_in_parent"])
+def test_a_signal_as_the_data_tool_is_started_ends_the_start(moment, tmp_path, monkeypatch):
+    """Python runs hooks at a fork, ours among them, and discards what is raised there: a traceback, and the run trained on."""
+    (tmp_path / "maker.py").write_text("import time; time.sleep(60)")
+
+    def begin() -> None:
+        os.register_at_fork(**{moment: lambda: signal.raise_signal(signal.SIGTERM)})
+        monkeypatch.setattr(launcher, "load", lambda _: None)
+        monkeypatch.setattr(launcher, "check_main", lambda *_: launcher.make_data(f"{tmp_path}/maker.py"))
+        launcher.main([f"{SCRIPT}"])
+
+    assert exit_code(forked(begin, tmp_path / "output")) == 143
+    said = text_of(tmp_path / "output").splitlines()
+    assert said == [f"data: {tmp_path}/maker.py", f"{SCRIPT.name}: SIGTERM: ended before its ranks started"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="where a child hears of its parent's end")

@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +24,8 @@ import changes
 import compare
 import groups
 import rules
-from runlog import parse_log
+import runlog
+from runlog import Effort, RunLog, parse_log
 
 
 @pytest.fixture
@@ -521,17 +524,38 @@ def test_a_machine_that_no_log_tells_is_not_proven_to_be_one(tmp_path, capsys):
     assert "\n- [x] Faster than the baseline at p < 0.01, each pair on one machine: " in out and "]  # each pair on one machine" in out
 
 
-def test_sources_of_many_lines_are_compared_without_pairing_each_with_each(monkeypatch):
-    """Minutes for two logs of 500 KB."""
+def test_sources_that_would_take_minutes_are_compared_without_pairing_line_with_line():
     before, after = [f"{i}" for i in range(9)], ["0", "1", "2", "x", "4", "y", "z", "7", "8"]
-    whole = changes.line_diff(before, after, "a", "b")
-    monkeypatch.setattr(changes, "MOST_PAIRS", 81)
-    cut = changes.line_diff(before, after, "a", "b")
+    whole, cut = (changes.line_diff(before, after, "a", "b", effort=Effort(most)) for most in (10**6, 0))
     assert cut == ["--- a", "+++ b", "@@ -4,4 +4,4 @@ too long to be compared line by line", *"-3 -4 -5 -6 +x +4 +y +z".split()]
     assert whole[:2] == cut[:2] and {line for line in whole[3:] if line[0] != " "} < {*cut}
     for a, b in ((before, before * 2), (before * 2, before), (before, before + before[-1:])):
-        _, _, ranges, *lines = changes.line_diff(a, b, "a", "b")
+        _, _, ranges, *lines = changes.line_diff(a, b, "a", "b", effort=Effort(0))
         assert len(lines) == abs(len(a) - len(b)) and {line[0] for line in lines} == {"+" if len(b) > len(a) else "-"}, ranges
+
+
+def test_sources_whose_lines_stand_again_and_again_are_compared_in_seconds(monkeypatch):
+    """Four minutes for two logs of 58 KB, and again for each further file: a match of one line at a time, each looked for anew."""
+    before = [f"x{i % 55}=0" for i in range(1998)]
+    after = [f"{name}{i % 55}=0" for i in range(999) for name in "xy"]
+    whole = Effort(10**9)
+    changes.line_diff(before[:500], after[:500], "a", "b", effort=whole)
+    for most, lines, cut in ((10**6, 1998, [True, True]), (10**9 - whole.left, 500, [False, True]), (10**9, 500, [False, False])):
+        monkeypatch.setattr(changes, "MOST_PAIRS", most)
+        sides = ["\n".join(side[:lines]).encode() for side in (before, after)]
+        logs = [RunLog(Path("log"), sources={"script.py": b"", "a.py": side, "b.py": side}) for side in sides]
+        diffs = changes.source_diffs(*logs)
+        assert [diff[2].endswith("too long to be compared line by line") for _, diff in diffs] == cut
+
+
+def test_a_log_of_many_sources_is_compared_in_proportion_to_their_number(monkeypatch):
+    """Minutes for 50,000: each name built the dict of all."""
+    logs = [RunLog(Path("log"), sources={f"{i}.py": b"" for i in range(3000)}) for _ in range(2)]
+    assert len(changes.source_pairs(*logs)) == 3000
+    built = []
+    monkeypatch.setattr(runlog, "islice", lambda *of: built.append(of) or itertools.islice(*of))
+    changes.source_pairs(*[replace(log) for log in logs])
+    assert len(built) == 2
 
 
 def test_no_picture_takes_the_place_of_a_log(tmp_path):

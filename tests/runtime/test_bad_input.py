@@ -252,6 +252,9 @@ NESTS = {
 FILES = {
     "a number of 5000 digits": (  # PyTorch would advise to unpickle whatever it is
         lambda _: of_pickle(b"\x8b\0\x10\0\0" + b"x" * 4096), "holds what cannot be loaded: UnpicklingError: Unsupported operand 139\n"),
+    **{f"calls {name}": (lambda _, text=text: of_pickle(b"c" + text + b"\n("), f"holds what cannot be loaded: {said}\n")
+       for name, text, said in (("a command", b"posix\nsystem", "UnpicklingError: GLOBAL posix.system"),
+                                ("code", b"builtins\neval", "UnpicklingError: GLOBAL (builtins.)?eval"))},
     **{f"nests {name}": (lambda _, text=text: of_pickle(text), "holds what cannot be loaded: ValueError: dicts or lists within themselves")
        for name, text in NESTS.items()},
     "empty": (lambda _: b"", "not a checkpoint of this version"),
