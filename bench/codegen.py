@@ -656,8 +656,8 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(f"bench/codegen.py: error: {options.output}: {error.strerror or error}")
     if len({one["script"] for one in found}) < len(found):
         found = [{**one, "script": name} for one, name in zip(found, names)]
-    print(f"{made[0]}, {options.attention}; predicted for an H100, nothing was run\n")
-    print("\n".join(tables(found, options)))
+    print(printable(f"{made[0]}, {options.attention}; predicted for an H100, nothing was run\n"))
+    print(printable("\n".join(tables(found, options))))
 
 
 if __name__ == "__main__":

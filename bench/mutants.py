@@ -892,11 +892,14 @@ CHANGES = {  # by file: what, tests, old, new
     ),
     "launch/start.py": (
         ("a signal as the data tool starts is lost", "faults/start::test_a_signal_as_the_data_tool_is_started_ends_the_start",
-         "for number in late[:1]:", "for number in ():"),
+         "for number, _ in late[:1]:", "for number, _ in ():"),
+        ("a data tool that stands still holds the start",
+         "faults/start::test_a_second_signal_ends_a_start_whose_data_tool_stands_still_before_its_program",
+         "if late[-1][1] > late[0][1] + ONE_SIGNAL:", "if False:"),
         ("a signal that C code discards is lost", "faults/start::test_a_signal_within_c_code_of_the_checks_is_not_lost",
          "for number, _ in heard[:1]:", "for number, _ in ():"),
         ("a hook at a fork discards what a handler raises", "faults/start::test_a_signal_as_the_data_tool_is_started_ends_the_start",
-         "signal.signal(number, lambda number, _: late.append(number)) for", "signal.getsignal(number) for"),
+         "before = {number: signal.signal(number, hear) for", "before = {number: signal.getsignal(number) for"),
         ("attention's windows count as nothing", "faults/start::test_what_else_takes_memory_counts",
          "        return int(sum(bands.values())", "        return 0 * int(sum(bands.values())"),
         ("what layers keep for their backward pass counts once", "faults/start::test_what_else_takes_memory_counts",
@@ -1241,6 +1244,10 @@ CHANGES = {  # by file: what, tests, old, new
         ("the smallest nucleus holds nothing",
          "runtime/sample::test_the_nucleus_is_the_fewest_likeliest_that_reach_its_share",
          "order[1:][(ranked.cumsum(0) - ranked)[1:] >= nucleus]", "order[(ranked.cumsum(0) - ranked) >= nucleus]"),
+    ),
+    "records/plan.py": (
+        ("a log set aside is told whole", "records/t_tests::test_the_plan",
+         "folded([(log.path, text) for log, text in group.aside])", "folded(group.aside)"),
     ),
     "records/changes.py": (
         ("a comparison of lines has no end",

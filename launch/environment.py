@@ -168,7 +168,9 @@ def run_quietly(command, purpose):
         fail("{}: {}".format(purpose, error))
     if done.returncode:
         said = done.stdout.decode(errors="replace").strip().splitlines()[-12:]
-        fail("{} failed, code {}:\n{}".format(purpose, done.returncode, "\n".join(said)))
+        code = done.returncode
+        killed = "killed by signal {}{}".format(-code, " (out of memory?)" * (code == -signal.SIGKILL))
+        fail("{} failed, {}:\n{}".format(purpose, killed if code < 0 else "code {}".format(code), "\n".join(said)))
 
 
 def new_python():

@@ -665,8 +665,14 @@ def make_data(tool: str) -> float:
     command = [sys.executable, "-u", f"{ROOT / tool}"]
     ours = importlib.import_module("launch.console")  # of the script's tree, which may be older
     how = {"stdout": subprocess.PIPE, "text": True, "errors": "replace", "preexec_fn": getattr(ours, "end_with_parent", None)}
-    late: list[int] = []  # signals while it starts: Python runs hooks at a fork, and discards what a handler raises in them
-    before = {number: signal.signal(number, lambda number, _: late.append(number)) for number in heeded_signals()}
+    late: list[tuple[int, float]] = []  # signals while it starts: Python runs hooks at a fork, and discards what is raised there
+
+    def hear(number: int, _: Any) -> None:
+        late.append((number, time.monotonic()))
+        if late[-1][1] > late[0][1] + ONE_SIGNAL:  # as where the child stands still before its program
+            os._exit(128 + number)
+
+    before = {number: signal.signal(number, hear) for number in heeded_signals()}
     try:
         process = subprocess.Popen(command, **how)
     finally:
@@ -674,7 +680,7 @@ def make_data(tool: str) -> float:
             signal.signal(number, handler)
     with process as making:
         try:
-            for number in late[:1]:
+            for number, _ in late[:1]:
                 signal.raise_signal(number)
             for line in making.stdout:
                 console(line.rstrip())

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise InputError(f"{' '.join(options.logs)}: {len(values)} runs give no σ: it takes two that differ")
             options.sigma, between = t_tests.sigma(values), spread_range(values)
             if group.aside:
-                print("\n".join(["Not counted:", *(f"  {line}" for line in folded(group.aside))]))
+                print("\n".join(["Not counted:", *(f"  {line}" for line in folded([(log.path, text) for log, text in group.aside]))]))
             for caution in cautions(group):
                 print(f"But: {caution}.")
             if lack := options.time and len(group.runs) - len(values):

@@ -295,6 +295,9 @@ def check_counted_otherwise(folder: Path, counted: Path, capsys: pytest.CaptureF
         other.write_text(json.dumps([found | change]))
         message = refused(capsys, str(other), *([f"--tokens={T}"] if "--tokens=256" not in options else []), *options)
         assert message.startswith(f"bench/codegen.py: {other}") and said in message and "\n" not in message
+    other.write_text(json.dumps([found | {"triton": "\x1b[2J3", "script": "\x1b]0;x\x07.py"}]))
+    codegen.main([str(other), f"--tokens={T}"])
+    assert "Triton \\x1b[2J3" in (shown := capsys.readouterr().out) and not {"\x1b", "\x07"} & {*shown}
     for text in ("", "{}", "[]", "[1]", "x", "[" * 100_000):
         other.write_text(text)
         assert refused(capsys, str(other)).endswith("holds no counts of this version: make it anew with --output")

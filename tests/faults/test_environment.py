@@ -555,3 +555,6 @@ def test_pip_is_heard_only_if_it_fails(capfd):
     with pytest.raises(SystemExit) as exit_:
         environment.run_quietly([sys.executable, "-c", "print('no such package'); raise SystemExit(3)"], "installing")
     assert exit_.value.code == "run.sh: error: installing failed, code 3:\nno such package"
+    with pytest.raises(SystemExit) as exit_:
+        environment.run_quietly([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], "installing")
+    assert exit_.value.code == "run.sh: error: installing failed, killed by signal 9 (out of memory?):\n"

@@ -1663,6 +1663,31 @@ def test_a_signal_as_the_data_tool_is_started_ends_the_start(moment, tmp_path, m
     assert said == [f"data: {tmp_path}/maker.py", f"{SCRIPT.name}: SIGTERM: ended before its ranks started"]
 
 
+def test_a_second_signal_ends_a_start_whose_data_tool_stands_still_before_its_program(tmp_path, monkeypatch):
+    """As in a lock that another thread held at the fork; only kill -9 ended either."""
+    pid = tmp_path / "pid"
+
+    def stand() -> None:
+        pid.write_text(f"{os.getpid()}")
+        time.sleep(600)
+
+    def signals() -> None:
+        wait_until(lambda: text_of(pid))
+        for wait in (launcher.ONE_SIGNAL + 0.3, 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(wait)
+
+    def begin() -> None:
+        os.register_at_fork(after_in_child=stand)
+        threading.Thread(target=signals, daemon=True).start()
+        monkeypatch.setattr(launcher, "load", lambda _: None)
+        monkeypatch.setattr(launcher, "check_main", lambda *_: launcher.make_data("maker.py"))
+        launcher.main([f"{SCRIPT}"])
+
+    assert exit_code(forked(begin, tmp_path / "output")) == 143
+    os.kill(int(text_of(pid)), signal.SIGKILL)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="where a child hears of its parent's end")
 def test_a_data_tool_ends_with_a_launcher_that_is_killed(tmp_path):
     """It fetched 2 GB to the end."""

@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -168,8 +169,12 @@ def test_the_plan(capsys, tmp_path):
     assert "\nBut: all 3 runs of logs have seed 0: " in "\n" + capsys.readouterr().out
     (cut := tmp_path / "runs" / "cut.txt").write_bytes(made_logs.make_log(lines=made_logs.step_lines(4, total=8)))
     plan.main(["0.01", runs])
-    assert "Not counted:\n  " in (told := capsys.readouterr().out) and "cut.txt" in told and said in told
-    cut.unlink()
+    assert f"Not counted:\n  {cut}: cut short at step 4/8\n" in (told := capsys.readouterr().out) and said in told
+    shutil.copy(cut, tmp_path / "runs" / "cut2.txt")
+    plan.main(["0.01", runs])
+    assert f"{cut}: cut short at step 4/8 (and 1 more like it: cut2.txt)\n" in (told := capsys.readouterr().out) and said in told
+    for log in (cut, tmp_path / "runs" / "cut2.txt"):
+        log.unlink()
     for arguments in (["2", runs, "--time"], ["2", "--time", runs]):
         plan.main(arguments)
         assert "at σ = 1.5 s" in capsys.readouterr().out
