@@ -311,6 +311,8 @@ def stored(archive: bytes) -> io.BytesIO:
     with zipfile.ZipFile(file := io.BytesIO(archive)) as records:
         if any(x.compress_type for x in records.infolist()) or sum(x.file_size for x in records.infolist()) > len(archive):
             raise ValueError("compressed records, as torch.save makes none")
+        if any(x.endswith("/constants.pkl") for x in records.namelist()):
+            raise ValueError("a TorchScript archive, which torch.jit would run")
     file.seek(0)
     return file
 

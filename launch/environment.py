@@ -168,9 +168,10 @@ def run_quietly(command, purpose):
         fail("{}: {}".format(purpose, error))
     if done.returncode:
         said = done.stdout.decode(errors="replace").strip().splitlines()[-12:]
-        code = done.returncode
-        killed = "killed by signal {}{}".format(-code, " (out of memory?)" * (code == -signal.SIGKILL))
-        fail("{} failed, {}:\n{}".format(purpose, killed if code < 0 else "code {}".format(code), "\n".join(said)))
+        code = "code {}".format(done.returncode)
+        if done.returncode < 0:
+            code = "killed by signal {}{}".format(-done.returncode, " (out of memory?)" * (done.returncode == -signal.SIGKILL))
+        fail("{} failed, {}:\n{}".format(purpose, code, "\n".join(said)))
 
 
 def new_python():

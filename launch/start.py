@@ -204,15 +204,15 @@ def heeded_signals() -> list[int]:
     return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
-def interrupter(heard: list[tuple[int, float]]) -> Callable[[int, Any], None]:
-    """A handler for all signals before the ranks start, which it adds to heard, with their times. What comes within a second of
-    the first, as a hang-up beside SIGTERM, is the same one; later the end is at once."""
+def interrupter(heard: list[tuple[int, float]], raises: bool = True) -> Callable[[int, Any], None]:
+    """A handler for all signals before the ranks start, which it adds to heard, with their times; raises: the first as
+    Interrupted. What comes within a second of it, as a hang-up beside SIGTERM, is the same one; later the end is at once."""
 
     def interrupt(number: int, _: Any) -> None:
         heard.append((number, time.monotonic()))
         if importing:  # an exception that C code of a package meets is an ImportError, or the end of the process
             os._exit(end_early(importing[0], number))
-        if len(heard) == 1:
+        if raises and len(heard) == 1:
             raise Interrupted(number)
         if heard[-1][1] > heard[0][1] + ONE_SIGNAL:
             os._exit(128 + number)
@@ -665,13 +665,7 @@ def make_data(tool: str) -> float:
     command = [sys.executable, "-u", f"{ROOT / tool}"]
     ours = importlib.import_module("launch.console")  # of the script's tree, which may be older
     how = {"stdout": subprocess.PIPE, "text": True, "errors": "replace", "preexec_fn": getattr(ours, "end_with_parent", None)}
-    late: list[tuple[int, float]] = []  # signals while it starts: Python runs hooks at a fork, and discards what is raised there
-
-    def hear(number: int, _: Any) -> None:
-        late.append((number, time.monotonic()))
-        if late[-1][1] > late[0][1] + ONE_SIGNAL:  # as where the child stands still before its program
-            os._exit(128 + number)
-
+    hear = interrupter(late := [], raises=False)  # Python runs hooks at a fork, and discards what is raised in them
     before = {number: signal.signal(number, hear) for number in heeded_signals()}
     try:
         process = subprocess.Popen(command, **how)

@@ -48,6 +48,10 @@ class Group:
         """All of them: the runs, then what was set aside."""
         return [*self.runs, *(log for log, _ in self.aside)]
 
+    def told_aside(self) -> str:
+        """A line for each reason, indented, with the logs that were set aside for it."""
+        return "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in self.aside]))
+
 
 class InputError(Exception):
     """Arguments that cannot be compared; the message says which and what to do."""
@@ -157,8 +161,7 @@ def choose(name: str, argument: str, logs: list[RunLog], any_source: bool) -> Gr
             kinds.setdefault(its_kind, []).append(log)
     complete = sum(map(len, kinds.values()))
     if not complete:
-        reasons = "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in group.aside]))
-        raise InputError(f"{argument}: none of {len(group.aside)} logs is a complete run:\n{reasons}")
+        raise InputError(f"{argument}: none of {len(group.aside)} logs is a complete run:\n{group.told_aside()}")
     ordered = sorted(kinds.items(), key=lambda item: -len(item[1]))
     (usual, group.runs), *others = ordered
     if 2 * len(group.runs) <= complete or any(len(runs) > 1 for _, runs in others):

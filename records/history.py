@@ -32,7 +32,7 @@ import older  # noqa: F401, first of all
 import tomllib
 import compare
 import tool
-from groups import BASELINE, Group, InputError, choose, figures, find_logs, folded, gather, on_several_machines, plural
+from groups import BASELINE, Group, InputError, choose, figures, find_logs, gather, on_several_machines, plural
 from runlog import RunLog, machines, read_log
 from tool import clean, markdown
 from verdict import in_pairs
@@ -250,9 +250,8 @@ def add(root: Path, name: str, logs: list[str], metadata: dict, baseline: str | 
     both = in_pairs([of_baseline, group]) if metadata.get("pairs") and of_baseline else [own, group]
     for what in both if own else both[1:]:  # another record's logs stay its own
         if what.aside and not keep_aside:
-            lines = "\n".join(f"  {line}" for line in folded([(log.path, reason) for log, reason in what.aside]))
             raise InputError(
-                f"{len(what.aside)} of {plural(len(what.logs), 'log')} of {what.name} would not count:\n{lines}\n"
+                f"{len(what.aside)} of {plural(len(what.logs), 'log')} of {what.name} would not count:\n{what.told_aside()}\n"
                 f"--keep-aside keeps them in the record, whose page names them; or name the logs that are meant"
             )
     pages(root)  # what is wrong with another record's would be found once this one is there

@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leave
 import older  # noqa: F401, first of all
 import t_tests
 import tool
-from groups import InputError, folded, gather, on_several_machines, plural
+from groups import InputError, gather, on_several_machines, plural
 from t_tests import MOST_RUNS, POWER, RANGE, P
 from verdict import cautions
 
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise InputError(f"{' '.join(options.logs)}: {len(values)} runs give no σ: it takes two that differ")
             options.sigma, between = t_tests.sigma(values), spread_range(values)
             if group.aside:
-                print("\n".join(["Not counted:", *(f"  {line}" for line in folded([(log.path, text) for log, text in group.aside]))]))
+                print(f"Not counted:\n{group.told_aside()}")
             for caution in cautions(group):
                 print(f"But: {caution}.")
             if lack := options.time and len(group.runs) - len(values):

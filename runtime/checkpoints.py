@@ -96,7 +96,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         held = dict(leaves(check_tree(saved)))
     except Exception as error:  # the file's fault, whatever torch.load makes of it
         said = f"{error}".rpartition("WeightsUnpickler error:")[2].strip()  # less PyTorch's advice to trust it
-        why = (re.search(r"GLOBAL \S+", said) or re.match(r".*?(?= In PyTorch|$)", said, re.MULTILINE))[0]
+        why = (re.search(r"GLOBAL \S+", said) or re.match(".*", said))[0]
         raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {why}") from error
     if not isinstance(saved, dict) or not saved:
         raise CheckpointError(f"{path}: holds {f'a {type(saved).__name__}' if saved else 'nothing'} instead of a run's state")

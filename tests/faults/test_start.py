@@ -1654,6 +1654,7 @@ def test_a_signal_as_the_data_tool_is_started_ends_the_start(moment, tmp_path, m
 
     def begin() -> None:
         os.register_at_fork(**{moment: lambda: signal.raise_signal(signal.SIGTERM)})
+        sys.unraisablehook = sys.__unraisablehook__  # of pytest's, which prints nothing
         monkeypatch.setattr(launcher, "load", lambda _: None)
         monkeypatch.setattr(launcher, "check_main", lambda *_: launcher.make_data(f"{tmp_path}/maker.py"))
         launcher.main([f"{SCRIPT}"])

@@ -233,10 +233,10 @@ def test_the_first_differences_are_named_and_the_others_counted(good, shards, ca
     ends_with(capsys, arguments, message, code=1)
 
 
-def of_pickle(text: bytes) -> bytes:
-    """A checkpoint file whose archive holds this pickle."""
+def of_pickle(text: bytes, *more: tuple[str, bytes]) -> bytes:
+    """A checkpoint file whose archive holds this pickle, and more."""
     with zipfile.ZipFile(archive := io.BytesIO(), "w") as records:
-        for name, content in (("data.pkl", b"\x80\x02" + text + b"."), ("version", b"3\n"), ("byteorder", b"little")):
+        for name, content in (("data.pkl", b"\x80\x02" + text + b"."), ("version", b"3\n"), ("byteorder", b"little"), *more):
             records.writestr(f"archive/{name}", content)
     return checkpoints.MAGIC + hashlib.sha256(archive.getvalue()).digest() + archive.getvalue()
 
@@ -255,6 +255,9 @@ FILES = {
     **{f"calls {name}": (lambda _, text=text: of_pickle(b"c" + text + b"\n("), f"holds what cannot be loaded: {said}\n")
        for name, text, said in (("a command", b"posix\nsystem", "UnpicklingError: GLOBAL posix.system"),
                                 ("code", b"builtins\neval", "UnpicklingError: GLOBAL (builtins.)?eval"))},
+    "TorchScript's": (
+        lambda _: of_pickle(b"}", ("constants.pkl", b"\x80\x02).")),
+        "holds what cannot be loaded: ValueError: a TorchScript archive, which torch.jit would run\n$"),
     **{f"nests {name}": (lambda _, text=text: of_pickle(text), "holds what cannot be loaded: ValueError: dicts or lists within themselves")
        for name, text in NESTS.items()},
     "empty": (lambda _: b"", "not a checkpoint of this version"),

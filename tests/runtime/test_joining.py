@@ -453,7 +453,7 @@ def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, vic
     with open(tmp_path / "output", "w") as output:
         launcher = torchrun(arguments, stdout=output, stderr=output)
     try:
-        shows = lambda: "\nstep:3/" in text_of(tmp_path / "output")  # which comes after the log: a rank may be killed between them
+        shows = lambda: "\nstep:3/" in text_of(tmp_path / "output")  # after the log, and a rank may be killed between them
         wait_until(lambda: shows() or launcher.poll() is not None, 100)
         os.kill(children(launcher.pid)[victim], signal.SIGKILL)
         assert launcher.wait(60) == 1
