@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1558,7 +1559,9 @@ def failing_test(project: Path, tests: str) -> str:
     """The first test that fails, "" if none does. Raises RuntimeError, with the output's end, if they cannot be run, and
     InterruptedError if a signal, as run's own, has ended them."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", path_of(tests)]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    files = project.with_suffix(".tests")  # beside the copy, and gone with it
+    files.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": f"{files}"}
     with tempfile.TemporaryFile("w+") as output:  # a pipe would wait for what hanging tests leave behind
         process = subprocess.Popen(command, cwd=project, stdout=output, stderr=output, env=environment, start_new_session=True)
         RUNNING.add(process)
@@ -1595,7 +1598,8 @@ def run(mutants: list[Mutant], jobs: int = 1, baseline: bool = True, tell: Calla
 
     Raises RuntimeError if the tests fail without any change (baseline).
     """
-    with tempfile.TemporaryDirectory(prefix="bankrun-mutants-") as scratch, ThreadPoolExecutor(jobs) as pool:
+    scratches = tempfile.TemporaryDirectory(prefix="bankrun-mutants-", ignore_cleanup_errors=True)  # a killed test's child may write
+    with scratches as scratch, ThreadPoolExecutor(jobs) as pool:
         free: Queue[Path] = Queue()
         for i in range(jobs):
             free.put(copy_project(Path(scratch, f"{i}")))
@@ -1611,8 +1615,11 @@ def run(mutants: list[Mutant], jobs: int = 1, baseline: bool = True, tell: Calla
             try:
                 return list(pool.map(work, items))
             except KeyboardInterrupt:  # which reaches neither the threads nor what they wait for
-                for process in [*RUNNING]:
-                    end_session(process)
+                pool.shutdown(wait=False, cancel_futures=True)
+                while free.qsize() < jobs:  # in a copy that is not free pytest runs, or is about to
+                    for process in [*RUNNING]:
+                        end_session(process)
+                    time.sleep(0.01)
                 raise
 
         suites = sorted({suite for mutant in mutants if baseline for suite in mutant.tests.split()})
