@@ -43,27 +43,32 @@ TOLD = 3  # in a message
 CUT = ""  # a name that is none: not all has been looked at
 LINES = itertools.count()  # a number that is another each time
 FUNCTION = "function or class"  # begins the text that tells one apart
-SEEDED = random._inst, numpy.random.mtrand._rand, torch.default_generator  # in each step, by seed_random
+SEEDED = {id(x) for x in (random._inst, numpy.random.mtrand._rand, torch.default_generator)}  # in each step, by seed_random
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
 BY_NAME = *CALLED, type, torch.dtype, torch.device
 MAPPINGS = dict, MappingProxyType  # others, as an archive of arrays, may read a file for each value
 HOLDERS = *MAPPINGS, set, frozenset, list, tuple, deque
 HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # of a tensor
+OPAQUE = ModuleType, Sources, logging.Logger, logging.Handler, logging.Manager
 LEAVES = {bool, int, float, complex, str, bytes, type(None)}
 
 
 def told_apart(x: Any) -> str:
     """A text that is another for another number, text, tensor, array, random generator, function or class; "": no such."""
-    if isinstance(x, str | bytes):
+    if isinstance(x, BY_NAME):
+        return f"{FUNCTION} {getattr(x, '__module__', '')} {getattr(x, '__qualname__', x)} {getattr(x, '__code__', '')}"
+    if isinstance(x, HOLDERS):
+        return ""
+    if isinstance(x, (str, bytes)):
         return f"{len(x)} {hash(x)}"  # a corpus, say: no copy
     if isinstance(x, numpy.generic):
         return f"{x.item()!r}"  # as a checkpoint gives it back
-    if isinstance(x, Number | PurePath):
+    if isinstance(x, (Number, PurePath)):
         return f"{x!r}"
     if isinstance(x, torch.Tensor):
         part = x.detach().flatten()[:: 1 + x.numel() // SAMPLED] if x.layout == torch.strided and not x.is_meta else None
         return f"{tuple(x.shape)} {x.requires_grad} {'' if part is None else checksums('', {'': part})}"
-    if isinstance(x, bytearray | memoryview | array.array):
+    if isinstance(x, (bytearray, memoryview, array.array)):
         return f"{len(x)} {told_apart(numpy.frombuffer(x, numpy.uint8)) if x else ''}"
     if isinstance(x, numpy.ndarray):
         return f"{x.shape} {'' if on_disk(x) else checksum(x.flat[:: 1 + x.size // SAMPLED].tobytes())}"
@@ -73,24 +78,22 @@ def told_apart(x: Any) -> str:
         return place_in(x)
     if isinstance(x, torch.Generator):
         return checksum(x.get_state().numpy())
-    if isinstance(x, numpy.random.Generator | numpy.random.BitGenerator):
+    if isinstance(x, (numpy.random.Generator, numpy.random.BitGenerator)):
         bits = getattr(x, "bit_generator", x)
         return f"{bits.state} {told_apart(bits.seed_seq)}"
     if isinstance(x, numpy.random.SeedSequence):
         return f"{x.state}"
     if isinstance(x, (random.Random, numpy.random.RandomState)):
         return f"{x.getstate() if isinstance(x, random.Random) else x.get_state()}"
-    if isinstance(x, BY_NAME):
-        return f"{FUNCTION} {getattr(x, '__module__', '')} {getattr(x, '__qualname__', x)} {getattr(x, '__code__', '')}"
     return ""
 
 
 def parts_of(x: Any, own: set[str]) -> list[tuple[str, Any]]:
     """(name, value) of what a value holds. own: the modules of whose functions and classes the attributes count."""
-    foreign = isinstance(x, FunctionType | type) and x.__module__ not in own
+    foreign = isinstance(x, (FunctionType, type)) and x.__module__ not in own
     module = type(x).__module__  # of Triton's kernels and PyTorch's operators, which compile, and tune themselves: no state
     kernel = module.startswith(("triton.", "torch._")) and not isinstance(x, torch.nn.Module)
-    if foreign or kernel or isinstance(x, ModuleType | Sources | logging.Logger | logging.Handler | logging.Manager):
+    if foreign or kernel or isinstance(x, OPAQUE):
         return []
     if isinstance(x, GeneratorType):
         local = x.gi_frame.f_locals if x.gi_frame else {}
@@ -185,15 +188,19 @@ def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
     left = [(1, next(numbers), *root) for root in roots]  # a heap: small containers first, so that no corpus hides what follows
     while left and len(found) + len(seen) < MOST:
         size, _, name, x = heapq.heappop(left)
-        with contextlib.suppress(Exception):  # of a shelf that is closed, an object whose attributes are its own affair
-            seeded = any(x is y for y in SEEDED)
-            if text := "" if seeded else told_apart(x):
+        if id(x) in SEEDED:
+            continue
+        try:
+            if text := told_apart(x):
                 found[name] = text
-            if not (seeded or type(x) in LEAVES or id(x) in seen) and len(left) < 2 * MOST:
+            if not (type(x) in LEAVES or id(x) in seen) and len(left) < 2 * MOST:
                 seen[id(x)] = x
                 parts = parts_of(x, own)
                 for part, y in parts:
-                    heapq.heappush(left, (size * (1 + len(parts) // FEW), next(numbers), f"{name}{part}", y))
+                    if y is not None:  # most of all
+                        heapq.heappush(left, (size * (1 + len(parts) // FEW), next(numbers), f"{name}{part}", y))
+        except Exception:  # of a shelf that is closed, an object whose attributes are its own affair
+            continue
     return {**found, CUT: ""} if left else found
 
 

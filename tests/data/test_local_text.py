@@ -44,10 +44,8 @@ def texts_of(output: Path, split: str) -> list[bytes]:
     return [document.astype(np.uint8).tobytes() for document in documents_of(output, split)]
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
+def write_library(folder: Path) -> Path:
     """Forty files of some ten documents each, in nested folders, and things that are no text."""
-    folder = tmp_path / "library"
     for number in range(40):
         file = folder / f"shelf{number % 3}" / f"book{number}.{'md' if number % 2 else 'py'}"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +55,11 @@ def library(tmp_path: Path) -> Path:
     (folder / ".git").mkdir()
     (folder / ".git" / "config.py").write_text("not wanted")
     return folder
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    return write_library(tmp_path / "library")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -528,19 +531,29 @@ def interrupted() -> None:
 NEW_SHARDS = 4  # of the library at 300,000 tokens a shard: so many are written, listed, and so many renamed, listed for good
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library, and beside it shards of it by the size that was asked for; to be read alone."""
+    folder = tmp_path_factory.mktemp("made")
+    library = write_library(folder / "library")
+    with pytest.MonkeyPatch.context() as patch:
+        for size in ("50_000", "300_000", "1_000_000"):
+            make(patch, library, folder / size, "--shard_tokens", size)
+    return folder
+
+
 @pytest.mark.parametrize("end", [interrupted, lambda: os._exit(9)], ids=["Ctrl-C", "kill -9"])
 @pytest.mark.parametrize("size", ["50_000", "1_000_000"], ids=["fewer shards", "more shards"])
 @pytest.mark.parametrize("writes", range(1, 2 * NEW_SHARDS + 3))
 def test_a_run_cut_off_at_any_write_is_made_again_by_the_same_command(
-    writes: int, size: str, end: Callable[[], None], tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch,
+    writes: int, size: str, end: Callable[[], None], tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
     """It never counts as finished; the shards before it stay until all of its own are written, and then leave nothing."""
-    make(monkeypatch, library, tmp_path / "fresh", "--shard_tokens", "300_000")
-    assert len(list((tmp_path / "fresh").glob("*.bin"))) == NEW_SHARDS
-    make(monkeypatch, library, tmp_path / "out", "--shard_tokens", size)
+    library, fresh, out = made / "library", made / "300_000", shutil.copytree(made / size, tmp_path / "out")
+    assert len(list(fresh.glob("*.bin"))) == NEW_SHARDS
     content = lambda folder: {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    before, replace, left = content(tmp_path / "out"), os.replace, [writes]
+    before, replace, left = content(out), os.replace, [writes]
 
     def cut(source: Path, target: Path) -> None:
         left[0] -= 1
@@ -551,22 +564,22 @@ def test_a_run_cut_off_at_any_write_is_made_again_by_the_same_command(
     if not (child := os.fork()):
         try:
             monkeypatch.setattr("data.shards.os.replace", cut)
-            make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "300_000")
+            make(monkeypatch, library, out, "--shard_tokens", "300_000")
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (1 if end == interrupted else 9)
     if writes <= NEW_SHARDS + 1:
-        left_there = content(tmp_path / "out")
+        left_there = content(out)
         assert {name: left_there[name] for name in before} == before
     of_shards = lambda files: {name: data for name, data in files.items() if name.endswith(".bin")}
-    if of_shards(content(tmp_path / "out")) not in (of_shards(before), of_shards(content(tmp_path / "fresh"))):
+    if of_shards(content(out)) not in (of_shards(before), of_shards(content(fresh))):
         with pytest.raises(DataError, match="out: its shards are of two texts, as their making was cut off: run data/local_text"):
-            check_replaced(tmp_path / "out")
+            check_replaced(out)
     capsys.readouterr()
-    make(monkeypatch, library, tmp_path / "out", "--shard_tokens", "300_000")
+    make(monkeypatch, library, out, "--shard_tokens", "300_000")
     assert "is up to date" not in capsys.readouterr().out
-    assert content(tmp_path / "out") == content(tmp_path / "fresh")
-    assert not (tmp_path / "out" / ".making").exists()
+    assert content(out) == content(fresh)
+    assert not (out / ".making").exists()
 
 
 def test_a_run_takes_no_shards_of_two_texts(tmp_path: Path, shards: Path) -> None:

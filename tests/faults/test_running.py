@@ -146,7 +146,7 @@ def test_a_console_that_stops_does_not_stop_a_run_and_says_what_it_lacks(stopped
     assert [int(x) for x in taken] == [*range(len(taken))] and len(taken) + int(lost) == 20_000 and int(lost) > 1000
 
 
-def test_a_signal_ends_a_run_whose_console_has_stopped(shards, tmp_path, stopped):
+def test_a_signal_ends_a_run_whose_console_has_stopped(shards, tmp_path, stopped, no_warm_up):
     """Launcher and ranks: what they tell is lost, and keeps none of them."""
     reader, writer = stopped
     run = started(options(shards, tmp_path, **LONG), stdout=writer, stderr=writer)
@@ -163,7 +163,7 @@ def test_a_signal_ends_a_run_whose_console_has_stopped(shards, tmp_path, stopped
 
 
 @pytest.mark.parametrize("ranks_first", [True, False])
-def test_one_signal_to_the_launcher_and_its_ranks_saves(shards, tmp_path, ranks_first):
+def test_one_signal_to_the_launcher_and_its_ranks_saves(shards, tmp_path, ranks_first, no_warm_up):
     """From a service manager, a scheduler or a container: the launcher hands its own on to ranks that have heard it."""
     run = started(options(shards, tmp_path, **LONG | dict(save_every=999)), stdout=subprocess.DEVNULL)
     wait_until(lambda: "\nstep:2/" in text_of(tmp_path / "logs" / "run.txt"))
@@ -175,7 +175,7 @@ def test_one_signal_to_the_launcher_and_its_ranks_saves(shards, tmp_path, ranks_
     assert re.fullmatch(r"stopped by SIGTERM after step:\d+/\d+: checkpoint .+", last), last
 
 
-def test_a_signal_waits_for_a_checkpoint_however_slow_the_disk(shards, tmp_path, monkeypatch):
+def test_a_signal_waits_for_a_checkpoint_however_slow_the_disk(shards, tmp_path, monkeypatch, no_warm_up):
     """Here 3 s where ranks wait 1 s for the end of a step: some GiB on a disk of a laptop take minutes."""
     fsync = os.fsync
     slow = lambda number: (".pt" in os.readlink(f"/proc/self/fd/{number}") and time.sleep(3), fsync(number))
@@ -281,7 +281,7 @@ def has_ended(process: int) -> bool:
     return not status or "\nState:\tZ" in status
 
 
-def test_the_ranks_of_a_killed_launcher_save_and_end(shards, tmp_path):
+def test_the_ranks_of_a_killed_launcher_save_and_end(shards, tmp_path, no_warm_up):
     """kill -9 of torchrun in a run on two ranks, which then goes on under its own log."""
     arguments, log = options(shards, tmp_path, **LONG), tmp_path / "logs/run.txt"
     with open(tmp_path / "output", "w") as output:

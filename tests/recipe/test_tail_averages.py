@@ -372,9 +372,9 @@ def test_the_last_checkpoint_holds_the_averages_and_the_state_of_training(logs: 
         assert 0.001 < (a - b).norm() / b.norm() < 1 and (a.norm() == pytest.approx(b.norm(), rel=U16)) == (label not in VALUES)
 
 
-@pytest.mark.parametrize("step", range(1, STEPS + 1))
+@pytest.mark.parametrize("step", [1, 2, 3, 6, STEPS - 1, STEPS])
 def test_a_resumed_run_ends_on_the_same_bits(logs, shards, tmp_path, step: int, no_warm_up) -> None:  # noqa: F811
-    """From every step, before the tail, in it, and at the end, where nothing is averaged again."""
+    """From before the tail, in it, and at the end, where nothing is averaged again."""
     resume(shards, tmp_path, logs / "on" / f"step_{step:06d}.pt")
     assert lines_of(tmp_path / "logs" / "run.txt") == lines_of(logs / "on.txt")
     if step < STEPS:

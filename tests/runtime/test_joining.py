@@ -271,7 +271,7 @@ def test_a_shard_missing_on_one_node_stops_all_ranks(shards, tmp_path):
     assert printed.count("no shard matches") == 1 and not list((tmp_path / "logs").glob("*"))
 
 
-def test_a_rank_that_leaves_alone_says_so(shards, tmp_path, monkeypatch):
+def test_a_rank_that_leaves_alone_says_so(shards, tmp_path, monkeypatch, no_warm_up):
     """As by an idea's own sys.exit: the run ended with code 1, and without a word."""
     source, end = SCRIPT.read_text(), "            run.end_step()\n"
     assert source.count(end) == 1
@@ -308,21 +308,19 @@ def test_what_earlier_tests_left_closes_no_file_of_a_fork(tmp_path):
     assert (fork.wait(), text_of(tmp_path / "output")) == (0, "")
 
 
-def test_an_idea_may_call_main_twice(shards, tmp_path, monkeypatch):
-    """For two seeds, say: the second group met the first one's keys in the store, and waited five minutes."""
-    twice = "for seed in (0, 1):\n        main([*sys.argv[1:], f'--seed={seed}', f'--run_id=seed{seed}'])"
+def test_an_idea_may_call_main_twice(shards, tmp_path, monkeypatch, no_warm_up):
+    """To tell one run from another, say: the second group met the first one's keys in the store, and waited five minutes."""
+    twice = "for name in ('first', 'second'):\n        main([*sys.argv[1:], f'--run_id={name}'])"
     source, end = SCRIPT.read_text(), 'if __name__ == "__main__":\n    main()'
     assert source.count(end) == 1
     (tmp_path / "twice.py").write_text(source.replace(end, end.replace("main()", twice)))
-    (tmp_path / "alone.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}")
     monkeypatch.chdir(ROOT)  # where a script's data are looked for
-    for script, more in (("twice", {}), ("alone", dict(seed=1, run_id="alone"))):
-        with open(tmp_path / "output", "w") as output:
-            ranks = torchrun(options(shards, tmp_path, **more), script=tmp_path / f"{script}.py", stdout=output, stderr=output)
-        assert ranks.wait() == 0, text_of(tmp_path / "output")
-    losses = [re.findall(r"val_loss:\S+", lines_of(tmp_path / "logs" / f"{name}.txt")) for name in ("seed0", "seed1", "alone")]
-    assert losses[0] != losses[1] == losses[2] and len(losses[2]) == 3
+    with open(tmp_path / "output", "w") as output:
+        ranks = torchrun(options(shards, tmp_path), script=tmp_path / "twice.py", stdout=output, stderr=output)
+    assert ranks.wait() == 0, text_of(tmp_path / "output")
+    losses = [re.findall(r"val_loss:\S+", lines_of(tmp_path / "logs" / f"{name}.txt")) for name in ("first", "second")]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
 NODES = {  # what differs on the second node; what all ranks say
@@ -447,7 +445,7 @@ def second_node(rank: int, world_size: int, shards: Path, folder: Path, case: st
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, victim):
+def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, victim, no_warm_up):
     arguments = options(shards, tmp_path, num_scheduled_iterations=80, val_every=0)
     log = tmp_path / "logs" / "run.txt"
     with open(tmp_path / "output", "w") as output:
@@ -466,7 +464,7 @@ def test_when_one_rank_is_killed_the_others_say_so_and_end(shards, tmp_path, vic
     assert 3 <= len(shown) < 82 and all(line in log.read_text().splitlines() for line in shown)
 
 
-def test_a_launchers_ranks_all_end_with_the_signals_code(shards, tmp_path):
+def test_a_launchers_ranks_all_end_with_the_signals_code(shards, tmp_path, no_warm_up):
     """SIGTERM to one rank alone; torchrun then reports code 143 for both."""
     arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=120, val_every=0)
     log = tmp_path / "logs" / "run.txt"

@@ -200,7 +200,7 @@ def test_a_step_line_tells_the_mean_time_of_the_steps_so_far():
     assert step_line(0, 8, 0.001, 10.5) == "step:0/8 val_loss:10.5000 train_time:1ms step_avg:1.00ms"
 
 
-def test_the_model_of_an_earlier_run_is_given_back(shards, tmp_path):
+def test_the_model_of_an_earlier_run_is_given_back(shards, tmp_path, no_warm_up):
     """A sweep over seeds in one process kept each: what is set aside before the clock starts is no garbage any more."""
 
     def sweep() -> None:

@@ -30,20 +30,22 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids
 @SIGNALS
 def test_a_signal_ends_the_run_after_its_step(shards, tmp_path, number, no_warm_up):
     """Saved, told in the log's last line, the signal's exit code, within seconds; and then resumed to the end."""
-    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=40, val_every=0)
-    child = forked(lambda: main(arguments), tmp_path / "output")
+    arguments = options(shards, tmp_path, save_every=99, num_scheduled_iterations=12, val_every=0)
+    step_optimizers = TrainingManager.step_optimizers
+    slowly = lambda *args: (time.sleep(0.1), step_optimizers(*args))
+    child = forked(lambda: (setattr(TrainingManager, "step_optimizers", slowly), main(arguments)), tmp_path / "output")
     log = tmp_path / "logs" / "run.txt"
     wait_until(lambda: "\nstep:2/" in text_of(log))
     sent = time.monotonic()
     os.kill(child, number)
     assert exit_code(child) == 128 + number and time.monotonic() - sent < 10
     last = log.read_text().splitlines()[-1]
-    match = re.fullmatch(rf"stopped by {number.name} after step:(\d+)/42: checkpoint (.+/step_0*(\d+)\.pt)", last)
+    match = re.fullmatch(rf"stopped by {number.name} after step:(\d+)/14: checkpoint (.+/step_0*(\d+)\.pt)", last)
     assert match and match[1] == match[3], last
-    assert f"\nstep:{match[1]}/42 " in log.read_text()
+    assert f"\nstep:{match[1]}/14 " in log.read_text()
     assert read_checkpoint(Path(match[2]))["step"] == int(match[1])
     main([*arguments, "--resume=latest"])
-    assert re.findall(r"step:(\d+)/42 train", lines_of(log)) == [f"{step}" for step in range(1, 43)]
+    assert re.findall(r"step:(\d+)/14 train", lines_of(log)) == [f"{step}" for step in range(1, 15)]
     assert "stopped by" not in lines_of(log)
 
 
