@@ -9,7 +9,9 @@ import platform
 import random
 import re
 import resource
+import shutil
 import sys
+import tempfile
 import traceback
 import zlib
 from collections.abc import Callable
@@ -48,6 +50,7 @@ COMMON = {  # what all ranks hold alike, and how to keep it so
     "tensors": "a checkpoint would give all of them the first one's: all_reduce what goes into them",
 }
 NO_MEMORY = re.compile(r"out of memory|Failed to CUDA \w*alloc|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: can't allocate")
+NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded")
 ASKED = re.compile(r"(?:ried|nable) to allocate (?:([\d.]+ [KMGTPE]iB)|(\d+) bytes)")
 CGROUP_TIME = (  # where control groups are, with their microseconds of all cores in a period, and it: version 2, then 1
     ("sys/fs/cgroup", "cpu.max"),
@@ -191,6 +194,23 @@ def is_lack_of_memory(error: BaseException | None) -> bool:
         return False
     told = isinstance(error, RuntimeError) and NO_MEMORY.search(f"{error}")
     return bool(told) or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def refuse_lack_of_room(error: BaseException | None, ranks: Any) -> None:
+    """Raise RunError for an error by which compiled code has no room on a disk. Another one of PyTorch's compiler gets a note: what
+    a power cut has left of compiled code may be none."""
+    inductor, frames = sys.modules.get("torch._inductor.codecache"), traceback.extract_tb(error and error.__traceback__)
+    if not any(re.search(r"/(_inductor|triton)/", frame.filename) for frame in frames):
+        return
+    folders = {inductor.cache_dir(): 0} if inductor else {}
+    if ranks.device.type == "cuda":
+        folders |= {os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"): 0}
+    if NO_ROOM.search(f"{error}"):
+        free = [f"{shutil.disk_usage(x).free:,} bytes in {x}" for x in (*folders, tempfile.gettempdir()) if os.path.isdir(x)]
+        advice = "make room, or name other folders by TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and TMPDIR"
+        raise RunError(f"rank {ranks.rank} has no room for compiled code, free are {', '.join(free)}: {advice}") from error
+    if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+        error.add_note(f"If the script is right, compiled code in {' or '.join(folders)} may be damaged: remove it and start again.")
 
 
 def held_of_gpu(device: torch.device) -> str:

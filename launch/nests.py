@@ -50,6 +50,14 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return function(tree) if isinstance(tree, Tensor) else tree.item() if isinstance(tree, numpy.generic) else tree
 
 
+def pending_layout(manager: Any) -> dict[str, Any]:
+    """manager.layout(None), in which all gradients pend; of scripts of before that knew no None, the one at step 1."""
+    try:
+        return manager.layout(None)
+    except TypeError:
+        return manager.layout(1)
+
+
 def written(tree: Any) -> memoryview:
     """The nest as torch.save writes it, with Python's number in place of each of NumPy's, which torch.load refuses. Raises
     MemoryError, over which torch.save raises another error: it goes on writing after it."""

@@ -619,6 +619,9 @@ def check_compiled_paths(pytorch: str, cache: str) -> None:
             raise LaunchError(f"{fault}: {way_out}, or give --compile=false", 1)
 
 
+COMPILED = 64 << 20  # bytes of compiled code, of the smallest model: 55 MB
+
+
 def check_cache(name: str, usual: str = "") -> None:
     """Raise LaunchError if the folder of compiled code cannot be one. usual: the one without the variable, if it is asked for."""
     given = os.environ.get(name)
@@ -628,11 +631,15 @@ def check_cache(name: str, usual: str = "") -> None:
             with tempfile.TemporaryFile(dir=folder):
                 pass
             loads = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
+            free = COMPILED if any(x.is_dir() for x in os.scandir(folder)) else shutil.disk_usage(folder).free  # some is there
         except OSError as error:
             fault = f"no folder that can be written, {error.strerror}: name another"
             raise LaunchError(f"{name}={folder}: {fault}, or unset it" if given else f"{folder}: {fault} by {name}", 1) from None
         if not loads:
             raise LaunchError(f"{folder} is mounted noexec, and compiled code could not be loaded: name another by {name}", 1)
+        if free < COMPILED:
+            fault = f"compiled code needs {COMPILED:,} bytes or more, {free:,} are free"
+            raise LaunchError(f"{folder}: {fault}: make room, or name another by {name}", 1)
 
 
 def inductors_folder() -> str:
@@ -987,8 +994,10 @@ class Ranks:
 
 def killed(code: int) -> str:
     """By which signal a process ended, from its negative return code."""
-    why = " (out of memory, or at a limit of time?)" if -code == signal.SIGKILL else ""
-    return f"killed by {signal.Signals(-code).name if -code in {*signal.Signals} else f'signal {-code}'}{why}"
+    cached = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductors_folder()
+    cut = f"a shard was cut short{f', or compiled code: remove {cached}' if os.path.isdir(cached) else ''}"
+    why = {signal.SIGKILL: " (out of memory, or at a limit of time?)", signal.SIGBUS: f" ({cut}?)"}
+    return f"killed by {signal.Signals(-code).name if -code in {*signal.Signals} else f'signal {-code}'}{why.get(-code, '')}"
 
 
 def blocks_sigint(pid: int) -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from launch.machine import check_buffers, checksum, checksums
-from launch.nests import leaves, non_finite, unreadable
+from launch.nests import leaves, non_finite, pending_layout, unreadable
 from launch.sources import Sources
 
 PROJECT = {"data", "launch", "no_triton", "runtime", "sample", "tracer"}  # what is no part of the recipe
@@ -218,7 +218,7 @@ def check_names(manager: Any, numbers: bool = True) -> None:
     if other := sorted(given ^ told):
         fault = f"{other[0]} is in {'state_dict' if other[0] in given else 'layout'} alone of {type(manager).__name__}"
         raise ValueError(f"{fault}: what a checkpoint shall hold goes into _arrange, which both take it from")
-    known = {"sharded": manager.own_rows, "partial": manager.layout(None)["partial"]}
+    known = {"sharded": manager.own_rows, "partial": pending_layout(manager)["partial"]}
     unknown = [f"{part}.{x} is no parameter's" for part, labels in known.items() for x in state[part] if x not in labels]
     infinite = non_finite({name: x for name, x in leaves(state) if not (isinstance(x, Tensor) and x.is_meta)})
     for faults, advice in (

@@ -28,7 +28,7 @@ from data.loader import tokens_taken
 from data.shards import closed_folders, drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
 from launch.machine import check_common
-from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, unlike, written
+from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, pending_layout, unlike, written
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
@@ -160,7 +160,7 @@ def whole_state(manager: Any, ranks: Ranks, caution: Callable = tell) -> dict[st
     check_common(ranks, caution, "tensors", {x: y for x, y in leaves({"same": same}) if isinstance(y, Tensor)})
     sharded = map_tensors(lambda x: torch.cat(ranks.collect(x) or [x]), state["sharded"])
     lacking = set().union(*ranks.gather([*state["partial"]])) - {*state["partial"]}  # here, as after a branch by chance
-    zeros = {label: torch.zeros_like(manager.layout(None)["partial"][label], device="cpu") for label in lacking}
+    zeros = {label: torch.zeros_like(pending_layout(manager)["partial"][label], device="cpu") for label in lacking}
     parts = {label: ranks.collect(x) for label, x in sorted((state["partial"] | zeros).items())}
     each = range(ranks.world_size if ranks.first else 0)
     return {**state, "sharded": sharded, "partial": {rank: {label: x[rank] for label, x in parts.items()} for rank in each}}
@@ -214,7 +214,7 @@ def check_usable(path: Path, saved: dict[str, Any], manager: Any, total: int) ->
     step, state, parts = saved["step"], saved["state"], saved["state"].get("partial")
     raise_if(path, [] if 0 <= step <= total else [f"step is {step}, must be 0 to {total}"])
     faults = [f"sources.{name} is no text" for name, text in saved["sources"].items() if not isinstance(text, str)]
-    ranks, layout = (parts if isinstance(parts, dict) else {}) or {0: {}}, map_tensors(lambda x: x, manager.layout(None))
+    ranks, layout = (parts if isinstance(parts, dict) else {}) or {0: {}}, map_tensors(lambda x: x, pending_layout(manager))
     pending = {x: layout["partial"][x] for x, _ in leaves(ranks.get(0)) if x in layout["partial"]}  # an idea may step otherwise
     raise_if(path, faults + differences(state, {**layout, "partial": dict.fromkeys(range(len(ranks)), pending)}, "state."))
     rules = (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from data.loader import FetchedAhead, tokens_taken
 from data.shards import check_free, keep_lock, lock_run, unlock_run
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
-from launch.machine import check_common, checksum, checksums, peak_memory, refuse_lack_of_memory
+from launch.machine import check_common, checksum, checksums, peak_memory, refuse_lack_of_memory, refuse_lack_of_room
 from launch.nests import differences, map_tensors, non_finite
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
@@ -53,6 +53,7 @@ class Run:
         with suppress(IndexError):  # a signal that ends this process is here too, in another thread: one of both has the lock
             unlock_run(self.locks.pop())
         refuse_lack_of_memory(value, self.ranks)
+        refuse_lack_of_room(value, self.ranks)
         if error in (None, SystemExit) and self.signals.in_training:
             how = f"rank {self.ranks.rank}'s train() has ended{f' by sys.exit({value.code!r})' if error else ''}"
             raise RunError(f"{how} without run.finish(): the log lacks its last line")

@@ -1306,9 +1306,10 @@ if __name__ == "__main__":
         ({"PATH": "/nowhere"}, r"there is no \S+ on the PATH, which the compiled code needs: install one, name it by CXX, or give --compile"),
         ({"CXX": "/bin/true", "noexec": ""}, r"/\S+ is mounted noexec, and compiled code could not be loaded: name another by TORCHINDUCTOR_CACHE_DIR"),
         ({"CXX": "/bin/true", "TMPDIR": "."}, "torchinductor_al_ice: no folder that can be written, File exists: name another by TORCHINDUCTOR_"),
+        ({"CXX": "/bin/true", "TORCHINDUCTOR_CACHE_DIR": "full"}, "full: compiled code needs 67,108,864 bytes or more, 4,096 are free: make room, or"),
         ({"CXX": "/bin/true", "TORCHINDUCTOR_CACHE_DIR": "My cache"}, "takes no path with a blank, .* as My cache has: name another by TORCH"),
     ],
-    ids=["no compiler that works", "none", "noexec", "another's", "blank"],
+    ids=["no compiler that works", "none", "noexec", "another's", "full", "blank"],
 )
 def test_what_compiled_code_needs_is_asked_before_the_ranks_start(start, shards, tmp_path, monkeypatch, variables, said):
     for name in ("CC", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -1331,6 +1332,10 @@ def test_what_compiled_code_needs_is_asked_before_the_ranks_start(start, shards,
         monkeypatch.setattr(launcher.getpass, "getuser", lambda: "al/ice")
         monkeypatch.setenv("TMPDIR", f"{tmp_path}")
         (tmp_path / "torchinductor_al_ice").touch()
+    if said.startswith("full"):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, (1 << 30) - 4096, 4096))
+        (tmp_path / "used" / "ab").mkdir(parents=True)
+        launcher.check_cache("", f"{tmp_path / 'used'}")  # may hold all that is needed
     if "PATH" in variables:
         with pytest.raises(launcher.LaunchError, match="there is no gcc or clang on the PATH, .*: install one, name it by CC'"):
             launcher.check_compiler("CC", ["gcc", "clang"])
@@ -1645,6 +1650,14 @@ def test_a_data_tool_that_is_killed_is_told(number, name, tmp_path, monkeypatch,
         launcher.main([])
     assert left.value.code == 1
     assert re.search(f"error: maker.py was killed by {name}.*: there are no data", capsys.readouterr().err)
+
+
+def test_a_file_that_was_cut_under_a_process_is_asked_for(tmp_path, monkeypatch):
+    """Of mapped ones, as shards and compiled code are."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}")
+    assert launcher.killed(-signal.SIGBUS) == f"killed by SIGBUS (a shard was cut short, or compiled code: remove {tmp_path}?)"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/none")
+    assert launcher.killed(-signal.SIGBUS) == "killed by SIGBUS (a shard was cut short?)"
 
 
 @pytest.mark.parametrize("moment", ["before", "after_in_parent"])

@@ -4,7 +4,9 @@ Tracing all layers takes some ten seconds a graph: the whole model is compiled t
 differ, for all of them.
 """
 
+import errno
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import triton_kernels
-from common import ROOT, SCRIPT, U32, normal, options, random_batch, run_fresh, short_schedule, tiny_gpt
+from common import ROOT, SCRIPT, U32, ends_with, normal, options, random_batch, run_fresh, short_schedule, tiny_gpt, train_gpt
 from train_gpt import FP8_GRAD_SCALE, FP8_W_SCALE, FP8_X_SCALE, GPT, LAYERS, ForwardSchedule, Hyperparameters, TrainingManager
 from triton_kernels import fp8_linear, softcapped_cross_entropy
 
@@ -179,3 +181,30 @@ def test_a_cpu_compiles_all_shapes_of_a_run(shards: Path, tmp_path: Path) -> Non
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}"}
     done = run_fresh(command, env=environment, timeout=300)
     assert done.returncode == 0 and "step:16/16 val_loss:" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_a_full_disk_under_compiled_code_is_told_and_another_fault_gets_a_note(shards, tmp_path, monkeypatch, capsys) -> None:
+    """A hundred lines ended in g++'s command or an errno without a name."""
+    code, fault = tmp_path / "code", []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{code}")
+    from torch._inductor import codecache
+
+    def write(*_: object, **__: object) -> None:
+        code.mkdir(exist_ok=True)
+        raise OSError(fault[-1], os.strerror(fault[-1]))
+
+    monkeypatch.setattr(codecache, "write_atomic", write)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: torch.compile(lambda x: x.sin() + 1)(torch.ones(3)))
+    fault.append(errno.ENOSPC)
+    free = rf"free are [\d,]+ bytes in {code}, [\d,]+ bytes in \S+: make room, or name other folders by TORCHINDUCTOR_CACHE_DIR, TRITON"
+    ends_with(capsys, options(shards, tmp_path), f"error: rank 0 has no room for compiled code, {free}", 1)
+    fault.append(errno.EIO)
+    with pytest.raises(RuntimeError, match="Input/output error") as failed:
+        train_gpt.main(options(shards, tmp_path, run_id="another"))
+    note = f"If the script is right, compiled code in {code} may be damaged: remove it and start again."
+    assert failed.value.__notes__ == [note]
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: 1 / 0)  # which is no fault of the compiler's
+    with pytest.raises(ZeroDivisionError) as failed:
+        train_gpt.main(options(shards, tmp_path, run_id="a third"))
+    assert not hasattr(failed.value, "__notes__")

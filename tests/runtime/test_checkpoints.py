@@ -136,6 +136,22 @@ def test_an_idea_that_steps_otherwise_than_its_schedule_says_resumes(shards, tmp
     assert unequal(*ends) == []
 
 
+def test_an_idea_of_before_whose_layout_takes_a_step_alone_resumes(shards, tmp_path, monkeypatch, no_warm_up):
+    """A copy of the script as it was in November's first weeks ended in a TypeError after a pull."""
+
+    class Earlier(TrainingManager):
+        def layout(self, step):
+            return super().layout(step + 0)
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Earlier)
+    one, two = tmp_path / "one", tmp_path / "two"
+    check_start(train_gpt, tiny_settings(shards, one), 1)
+    main(options(shards, one, save_every=3, keep_checkpoints=9))
+    main(options(shards, two, save_every=3, resume=one / "logs" / "run" / "step_000003.pt"))
+    ends = [read_checkpoint(folder / "logs" / "run" / END)["state"] for folder in (one, two)]
+    assert unequal(*ends) == []
+
+
 def test_an_idea_with_state_of_its_own_resumes_if_its_layout_tells_of_it(shards, tmp_path, monkeypatch, capsys, no_warm_up):
     """Without that it was told at its first save, and had trained in vain."""
 
