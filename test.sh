@@ -15,6 +15,7 @@ if [[ -n ${SCRIPT-} ]]; then  # as run.sh finds it: where the user stands, else 
 fi
 python=$(command -v python3 || command -v python) || { echo "test.sh: error: no python3 on the PATH" >&2; exit 1; }
 python=$("$python" launch/environment.py --for=test.sh requirements.txt records/requirements.txt tests/requirements.txt)
+python=${python##*$'\n'}  # Python's start-up files may print before it
 before= named= alone=
 for argument; do  # pytest's own words are lost where its workers start
     case $before in *=*) value= ;; -[kmnpcorW] | --*) value=yes ;; *) value= ;; esac

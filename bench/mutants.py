@@ -462,6 +462,8 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("a user's file of a common name is replaced", "data/shards::test_what_a_killed_writer_left_is_no_hindrance",
+         'TEMPORARY = ".bankrun.tmp"', 'TEMPORARY = ".tmp"'),
         ("an archive of TorchScript is PyTorch's affair", "runtime/bad_input::test_a_damaged_checkpoint_stops_the_start",
          'x.endswith("/constants.pkl")', "False"),
         ("a read-only disk is told by the name of a part", "data/shards::test_a_disk_that_is_read_only_names_the_users_file",
@@ -578,6 +580,15 @@ CHANGES = {  # by file: what, tests, old, new
          "            _left[stream] = rest\n", "            _left[stream] = end.encode()\n"),
     ),
     "launch/environment.py": (
+        ("pip installs where its variables say", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
+         '"PIP_USER", "PIP_PYTHON")', '"PIP_USER")'),
+        ("what a start-up file prints is a package", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
+         "for line in said if line.startswith(LACKS)]", "for line in said]"),
+        ("pip's configuration names another Python", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
+         "prefix|root|python|", "prefix|root|"),
+        ("a tool in a folder that is gone loads PyTorch", "faults/start::test_a_folder_that_is_gone_is_told",
+         "    try:\n        os.getcwd()\n", "    try:\n        pass\n"),
+        ("a library of another folder is a package's", "faults/start::test_a_package_that_lacks_nothing_is_not_made_again", '" in why or theirs):', '" in why):'),
         ("a tool of an older Python ends in a traceback",
          "faults/tools::test_a_tool_goes_on_in_the_environment_that_has_its_packages",
          'getattr(sys, "orig_argv", [""] + sys.argv)', "sys.orig_argv"),
@@ -902,6 +913,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a folder that may not be searched is one to stand in", "faults/start::test_a_folder_that_may_not_be_searched_is_told",
+         " and os.access(os.curdir, os.X_OK)", ""),
         ("compiled code needs no room", "faults/start::test_what_compiled_code_needs_is_asked_before_the_ranks_start",
          "        if free < COMPILED:", "        if False:"),
         ("compiled code that is there needs room once more",

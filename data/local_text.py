@@ -35,8 +35,8 @@ if __name__ == "__main__":
 
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, READERS, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, import_tqdm, locked, name_pattern,
-    named, number_between, one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
+    MAX_SHARD_TOKENS, READERS, TEMPORARY, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, import_tqdm, locked,
+    name_pattern, named, number_between, one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
 )
 from launch.console import Parser, console, user_path
 
@@ -251,7 +251,8 @@ def is_present(output: Path, manifest: dict, wanted: dict[str, object]) -> bool:
 def folder_to_make(folder: Path) -> Iterator[Path]:
     """An empty folder, gone after the block; a killed run's goes first. Raises OSError; DataError for another's."""
     if folder.is_dir() and not folder.is_symlink():
-        if others := [name for name in os.listdir(folder) if not SHARD_NAME.fullmatch(name.removesuffix(".tmp"))]:
+        bare = lambda name: name.removesuffix(TEMPORARY).removesuffix(".tmp")  # the latter: of versions before
+        if others := [name for name in os.listdir(folder) if not SHARD_NAME.fullmatch(bare(name))]:
             raise DataError(f"{folder / others[0]} is not this program's, which makes shards there: move it away")
         shutil.rmtree(folder)
     folder.mkdir()

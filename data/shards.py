@@ -213,19 +213,22 @@ class ShardWriter:
 # Files that are whole at any moment
 
 
+TEMPORARY = ".bankrun.tmp"  # ends the name of a file that is not whole yet; one of a user's own has none such
+
+
 @contextmanager
 def whole_file(path: Path | str) -> Iterator[BinaryIO]:
     """A file to write. At the end of the block it takes the name `path`, whole and on disk; after an error it is gone.
 
-    Written beside its place, as `{path}.tmp`, then renamed, so that `path` is the old file or the new one and never a part.
-    A killed process leaves its `.tmp`, which the next one replaces. Two writers of one path must be kept apart: `locked`.
-    Raises OSError, also for a `.tmp` that is a link or no file, and for a path that is a folder, a device or a FIFO, or leads to
+    Written beside its place, as `{path}.bankrun.tmp`, then renamed, so that `path` is the old file or the new one and never a
+    part. A killed process leaves that, which the next one replaces. Two writers of one path must be kept apart: `locked`.
+    Raises OSError, also for such a file that is a link or none, and for a path that is a folder, a device or a FIFO, or leads to
     one: it would be replaced, and of the system's there is one.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "is no regular file, and is not replaced: name another", f"{path}")
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + TEMPORARY)
     check_plain(temporary)
     try:
         temporary.unlink(missing_ok=True)

@@ -19,6 +19,9 @@ if __name__ == "__main__":
 import os
 import signal
 
+if __name__ == "__main__" and os.environ.pop("PYTHONINSPECT", None):  # Python has read it, and would end in a prompt
+    os.execv(sys.executable, [sys.executable, __file__] + sys.argv[1:])
+
 
 def interrupt_quietly():
     """Ctrl-C ends this process at once, without a traceback, as while it imports; what is ignored stays so."""
@@ -54,8 +57,10 @@ except ImportError:  # before 3.8, which is told below
 
 OLDEST = (3, 11)
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER")  # where pip would install what .venv lacks
-SETTING = re.compile(rb"((?:global|install)\.(?:target|prefix|root))=(.*)")  # the same in a file of pip's
+ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_PYTHON")  # where pip would install what .venv lacks
+ELSEWHERE += ("PIP_DRY_RUN", "PIP_NO_DEPS")  # or not, or not all
+SETTING = re.compile(rb"((?:global|install)\.(?:target|prefix|root|python|dry-run|no-deps))=(.*)")  # the same in a file of pip's
+LACKS = "lacks: "  # begins a line of another interpreter's answer, which start-up files of its own may print into
 TOOLS = os.path.join(ROOT, "records", "requirements.txt")  # .venv gets what the tools in records/ need too
 PROGRAM = "run.sh"  # that asks, in messages
 LOOKS = 40  # tries, of 0.05 s, that one who only looks at .venv may take
@@ -126,7 +131,7 @@ def run(command, **options):
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
     before = {x: signal.signal(x, lambda x, _: late.append(x)) for x in numbers if callable(signal.getsignal(x))}
     try:
-        process = subprocess.Popen(command, pass_fds=HELD, **options)
+        process = subprocess.Popen(command, pass_fds=HELD, **dict({"stdin": subprocess.DEVNULL}, **options))
         for number, handler in before.items():
             signal.signal(number, handler)
         for number in late:
@@ -150,7 +155,8 @@ def missing_there(python, files):
         )
     except OSError:
         return None
-    return done.stdout.decode().splitlines() if done.returncode == 0 else None
+    said = done.stdout.decode(errors="replace").splitlines()
+    return [line[len(LACKS) :] for line in said if line.startswith(LACKS)] if done.returncode == 0 else None
 
 
 def pip_environment():
@@ -163,7 +169,7 @@ def run_quietly(command, purpose):
     try:
         with tempfile.TemporaryDirectory() as folder:  # pip leaves what it has there if a signal ends it
             there = dict(pip_environment(), TMPDIR=folder)
-            done = run(command, env=there, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            done = run(command, env=there, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         fail("{}: {}".format(purpose, error))
     if done.returncode:
@@ -180,7 +186,7 @@ def new_python():
     found = [sys.executable] if sys.version_info >= OLDEST else list(filter(None, map(shutil.which, names)))
     for python in found:  # a version manager's stand-in may lead nowhere
         try:
-            if run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0:
+            if run([python, "-c", ""], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0:
                 return python
         except OSError:
             pass
@@ -274,12 +280,12 @@ def fill(folder, files, lacks):
     if there and there[0].startswith("Python "):
         fail("{} is older than {}: remove {}".format(python, there[0].replace(" or later", ""), folder))
     tell("installing into .venv, which takes minutes the first time: " + ", ".join(there or ["packages"]))
-    if run([python, "-c", "import pip"], stderr=subprocess.DEVNULL).returncode:
+    if run([python, "-c", "import pip"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
         run_quietly([python, "-m", "ensurepip"], "installing pip into .venv")
     settings = [python, "-m", "pip", "config", "list"]
     told = run(settings, env=pip_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
     for name, value in SETTING.findall(told):
-        why = "pip's configuration would install elsewhere than in .venv, by {} = {}: pip config unset {}"
+        why = "pip's configuration would install elsewhere than in .venv, or not all, by {} = {}: pip config unset {}"
         fail(why.format(name.decode(), value.decode(errors="replace").strip(), name.decode()))
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-user"]
     install += ["--require-virtualenv"]
@@ -311,6 +317,10 @@ def go_on(requirements, *modules):
     global PROGRAM
     interrupt_quietly()
     sys.excepthook = tell_package_fault
+    try:
+        os.getcwd()
+    except OSError:  # PyTorch's import would end this process, with the words of a library that cannot be loaded
+        sys.exit("{}: error: the current folder is gone or may not be searched: change into another".format(os.path.basename(sys.argv[0])))
     if modules and all(map(importlib.util.find_spec, modules)):
         return
     PROGRAM = os.path.basename(sys.argv[0])
@@ -333,7 +343,8 @@ def broken_package(name, error):
     libraries = os.environ.get("LD_LIBRARY_PATH")
     if "failed to map segment" in why:
         return "{} cannot be imported: {}: raise ulimit -v, or see that its disk is not mounted noexec".format(name, why)
-    if libraries and ("undefined symbol" in why or "version `" in why):
+    theirs = any(why.startswith(os.path.join(folder, "")) for folder in filter(None, (libraries or "").split(os.pathsep)))
+    if libraries and ("undefined symbol" in why or "version `" in why or theirs):
         fault = "LD_LIBRARY_PATH={} may have another library of that name: unset it".format(libraries)
         return "{} cannot be imported: {}: {}".format(name, why, fault)
     ours = os.path.join(ROOT, ".venv")
@@ -398,6 +409,7 @@ def tell_package_fault(kind, error, trace):
 def say(text):
     """On stdout, at once: at the interpreter's end a full disk would be its message. Raises SystemExit."""
     try:
+        sys.stdout and sys.stdout.flush()  # of what Python's start-up files have printed
         os.write(1, os.fsencode(text))
     except OSError as error:
         fail("stdout cannot be written: {}".format(error.strerror))
@@ -410,7 +422,7 @@ def main(argv):
     PROGRAM, argv = (argv[0][6:], argv[1:]) if argv[:1] and argv[0].startswith("--for=") else ("environment.py", argv)
     with ended_by_signals():
         if argv[:1] == ["--missing"]:
-            say("".join(lack + "\n" for lack in missing(argv[1:])))
+            say("".join(LACKS + lack + "\n" for lack in missing(argv[1:])))
         elif argv[:1] in (["--help"], ["-h"]):
             say(__doc__ or "its options stand in its first lines, which python -OO leaves out\n")
         elif "--then" in argv:
@@ -418,7 +430,6 @@ def main(argv):
             if not argv[end + 1 :]:
                 fail("--then names no program to go on as")
             python = ensure(argv[:end])
-            os.environ.pop("PYTHONINSPECT", None)  # it would turn the program's exit code 0 into a traceback and 1
             os.execv(python, [python] + argv[end + 1 :])
         else:
             say(ensure(argv) + "\n")

@@ -192,9 +192,9 @@ def child_processes() -> list[int]:
 
 
 def standing() -> bool:
-    """Is the current folder still there?"""
+    """Is the current folder still there, and may it be searched?"""
     try:
-        return bool(os.getcwd())
+        return bool(os.getcwd()) and os.access(os.curdir, os.X_OK)
     except FileNotFoundError:
         return False
 
@@ -743,7 +743,7 @@ def install_flash_attention(index: str, folder: Path) -> str:
     console(f"FlashAttention 3: looking in {index}")
     making = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(making, ignore_errors=True)  # of a start that was killed
-    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--only-binary=:all:", "--retries=0"]
+    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-user", "--no-deps", "--only-binary=:all:", "--retries=0"]
     install = [sys.executable, "-m", "pip", "install", *options, "--timeout=10", f"--index-url={index}", f"--target={making}"]
     if fault := failure([*install, "flash-attn-3"]):
         shutil.rmtree(making, ignore_errors=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from data.loader import tokens_taken
-from data.shards import closed_folders, drop_leftovers, open_at_once, stored, whole_file
+from data.shards import TEMPORARY, closed_folders, drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
 from launch.machine import check_common
 from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, pending_layout, unlike, written
@@ -44,7 +44,7 @@ def write_checkpoint(path: Path, saved: dict[str, Any], keep: int) -> None:
     """Save; then delete all of the run but this and the last `keep` - 1 before it. Raises OSError, MemoryError, these unchanged."""
     payload = written(saved)
     path.parent.mkdir(parents=True, exist_ok=True)
-    drop_leftovers(path.parent, "step_*.pt.tmp")
+    drop_leftovers(path.parent, f"step_*.pt{TEMPORARY}")
     with whole_file(path) as file:
         file.writelines((MAGIC, hashlib.sha256(payload).digest(), payload))
     others = [old for old in checkpoints(path.parent) if old.name != path.name and is_ours(old)]
@@ -139,7 +139,7 @@ def check_room(folder: Path, layout: dict[str, Any], ranks: int, keep: int, save
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-", buffering=0) as file:
             file.write(b"probe")
-        left = sum(x.lstat().st_blocks * 512 for x in folder.glob("step_*.pt.tmp"))  # by a killed save: the next drops it
+        left = sum(x.lstat().st_blocks * 512 for x in folder.glob(f"step_*.pt{TEMPORARY}"))  # by a killed save: the next drops it
         if (size := files * (2**20 + sum(each))) > (free := shutil.disk_usage(folder).free + left):
             less = "lower --keep_checkpoints" if keep > 1 else "give another --log_dir"
             fault = f"{files} checkpoints need {size:,} bytes, {free:,} are free: make room or {less}"

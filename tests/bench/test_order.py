@@ -326,7 +326,7 @@ def test_show_prints_its_table_where_nothing_can_be_written(tmp_path: Path, caps
     pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
     trace, names = written(tmp_path, made_rows()), ("made.trace.png", "made.trace.chrome.json")
     for name in names:
-        (tmp_path / f"{name}.tmp").mkdir()
+        (tmp_path / f"{name}.bankrun.tmp").mkdir()
     with pytest.raises(SystemExit) as left:
         order.main(["show", f"{trace}"])
     out = capsys.readouterr().out

@@ -230,9 +230,10 @@ def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path: Path, disk
 
 
 def test_what_a_killed_writer_left_is_no_hindrance(tmp_path: Path) -> None:
-    (tmp_path / "s.bin.tmp").write_bytes(b"left" * 1000)
+    (tmp_path / "s.bin.bankrun.tmp").write_bytes(b"left" * 1000)
+    (tmp_path / "s.bin.tmp").write_bytes(b"a user's own")
     write_shard(tmp_path / "s.bin", [1, 2, 3])
-    assert list(content_of(tmp_path)) == ["s.bin"] and read_shard(tmp_path / "s.bin").tolist() == [1, 2, 3]
+    assert sorted(content_of(tmp_path)) == ["s.bin", "s.bin.tmp"] and read_shard(tmp_path / "s.bin").tolist() == [1, 2, 3]
 
 
 def put_link(path: Path) -> None:
@@ -248,7 +249,7 @@ def open_lock(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-@pytest.mark.parametrize("name", ["s.bin.tmp", ".lock", "known.json"])
+@pytest.mark.parametrize("name", ["s.bin.bankrun.tmp", ".lock", "known.json"])
 def test_a_file_of_ours_that_is_a_link_or_none_is_refused_and_neither_followed_nor_waited_for(
     tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -256,7 +257,7 @@ def test_a_file_of_ours_that_is_a_link_or_none_is_refused_and_neither_followed_n
     STRANGERS[kind](tmp_path / name)
     before = os.lstat(tmp_path / name)
     use = {
-        "s.bin.tmp": lambda: write_shard(tmp_path / "s.bin", [1]),
+        "s.bin.bankrun.tmp": lambda: write_shard(tmp_path / "s.bin", [1]),
         ".lock": lambda: open_lock(tmp_path),
         "known.json": lambda: read_json(tmp_path / "known.json"),
     }
@@ -266,7 +267,7 @@ def test_a_file_of_ours_that_is_a_link_or_none_is_refused_and_neither_followed_n
     assert not (tmp_path / "s.bin").exists()
 
 
-@pytest.mark.parametrize("name", [".lock", "s.bin.tmp"])
+@pytest.mark.parametrize("name", [".lock", "s.bin.bankrun.tmp"])
 def test_a_second_name_of_a_foreign_file_does_not_empty_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "theirs").write_bytes(b"theirs")
     os.link(tmp_path / "theirs", tmp_path / name)

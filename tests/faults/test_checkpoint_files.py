@@ -443,11 +443,11 @@ def test_a_new_run_does_not_replace_the_trace_of_another(good, shards, tmp_path,
 
 def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
     """Each may be as large as a checkpoint; what is no file of ours stays."""
-    (tmp_path / "step_000007.pt.tmp").write_bytes(b"a part")
+    (tmp_path / "step_000007.pt.bankrun.tmp").write_bytes(b"a part")
     (tmp_path / "mine.tmp").write_bytes(b"mine")
-    (tmp_path / "step_000009.pt.tmp").symlink_to("mine.tmp")
+    (tmp_path / "step_000009.pt.bankrun.tmp").symlink_to("mine.tmp")
     write_checkpoint(tmp_path / "step_000008.pt", {"step": 8}, 2)
-    assert names(tmp_path) == ["mine.tmp", "step_000008.pt", "step_000009.pt.tmp"]
+    assert names(tmp_path) == ["mine.tmp", "step_000008.pt", "step_000009.pt.bankrun.tmp"]
 
 
 def test_the_probe_of_a_folder_touches_no_file_of_the_users(tmp_path):

@@ -4,6 +4,7 @@ true of this machine; how it ends."""
 import fcntl
 import itertools
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -164,7 +165,8 @@ def test_a_python_that_fails_is_known_where_its_signal_is_ignored(tmp_path):
 
 
 def test_what_sends_pip_elsewhere_is_not_heeded(tmp_path):
-    """As on a cluster, whose users install into their home. The package is a wheel that the test makes."""
+    """As on a cluster, whose users install into their home. The package is a wheel that the test makes. In a terminal, where
+    PYTHONINSPECT waited at prompts that nobody saw, and with a start-up file of Python's that prints."""
     shutil.copytree(f"{environment.ROOT}/launch", tmp_path / "launch")
     (tmp_path / "requirements.txt").write_text("tiny_package==1.5\n")
     (tmp_path / "records").mkdir()
@@ -175,18 +177,26 @@ def test_what_sends_pip_elsewhere_is_not_heeded(tmp_path):
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny_package\nVersion: 1.5\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-    elsewhere = {name: f"{tmp_path}/elsewhere" for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")} | {"PIP_USER": "1"}
+    elsewhere = {name: f"{tmp_path}/elsewhere" for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON")}
+    elsewhere |= dict.fromkeys(("PIP_USER", "PIP_DRY_RUN", "PIP_NO_DEPS"), "1")
     there = {**os.environ, **elsewhere, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": f"{tmp_path}"}
     command = [sys.executable, f"{tmp_path}/launch/environment.py", f"{tmp_path}/requirements.txt"]
-    done = subprocess.run(command, env=there, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/.venv/bin/python\n"), done.stderr
-    assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text("print('welcome')")
+    odd, (ours, terminal) = {"PYTHONINSPECT": "1", "PYTHONPATH": f"{tmp_path}/hook"}, pty.openpty()
+    done = subprocess.run(command, env=there | odd, stdin=terminal, capture_output=True, text=True, timeout=100)
+    os.close(ours), os.close(terminal)
+    assert (done.returncode, done.stdout) == (0, f"welcome\n{tmp_path}/.venv/bin/python\n"), done.stderr
+    assert "welcome" not in done.stderr and not (tmp_path / "elsewhere").exists()
     assert [*tmp_path.glob(".venv/lib/*/site-packages/tiny_package.py")]
     (tmp_path / "requirements.txt").write_text("tiny_package==1.5\nother_package==1.0\n")
     (tmp_path / "pip.conf").write_text(f"[install]\ntarget = {tmp_path}/elsewhere\n")
     done = subprocess.run(command, env={**there, "PIP_CONFIG_FILE": f"{tmp_path}/pip.conf"}, capture_output=True, text=True, timeout=60)
-    said = f"elsewhere than in .venv, by install.target = '{tmp_path}/elsewhere': pip config unset install.target\n"
+    said = f"elsewhere than in .venv, or not all, by install.target = '{tmp_path}/elsewhere': pip config unset install.target\n"
     assert done.returncode == 1 and done.stderr.endswith(said) and not (tmp_path / "elsewhere").exists(), done.stderr
+    (tmp_path / "pip.conf").write_text(f"[global]\npython = {sys.executable}\n")
+    done = subprocess.run(command, env={**there, "PIP_CONFIG_FILE": f"{tmp_path}/pip.conf"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.endswith("pip config unset global.python\n"), done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
@@ -386,7 +396,7 @@ def test_so_it_is_where_python_lacks_what_we_import():
     code = "import runpy, sys; sys.modules['importlib.metadata'] = None; sys.version_info = (3, 7, 1); sys.argv[1:] = ['--missing']\n"
     code += f"runpy.run_path({f'{ROOT}/launch/environment.py'!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("Python 3.11 or later\n", "")
+    assert (done.stdout, done.stderr) == ("lacks: Python 3.11 or later\n", "")
 
 
 @pytest.fixture

@@ -981,8 +981,8 @@ def test_a_log_that_changes_after_its_last_line_is_made_again(tmp_path, change):
 
 def test_what_is_in_the_way_of_a_log_is_named(tmp_path):
     """It said that the log itself, which was not there, must be moved."""
-    (tmp_path / "run.txt.tmp").mkdir()
-    with pytest.raises(OSError, match=re.escape(f"{tmp_path}/run.txt.tmp: is a link, a folder or another thing")):
+    (tmp_path / "run.txt.bankrun.tmp").mkdir()
+    with pytest.raises(OSError, match=re.escape(f"{tmp_path}/run.txt.bankrun.tmp: is a link, a folder or another thing")):
         Log(ONE, tmp_path / "run.txt", "header")
 
 

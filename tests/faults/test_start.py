@@ -378,7 +378,7 @@ def test_a_checkpoint_needs_room_for_its_log_and_the_pending_gradients_of_all_ra
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, free - 1))
     with pytest.raises(OSError, match=f"3 checkpoints need {free:,} bytes, {free - 1:,} are free: make room or lower"):
         checkpoints.check_room(tmp_path, layout, 2, 2, 5)
-    (tmp_path / "step_000004.pt.tmp").write_bytes(b"x" * 9000)  # of a save that was killed: the next one drops it
+    (tmp_path / "step_000004.pt.bankrun.tmp").write_bytes(b"x" * 9000)  # of a save that was killed: the next one drops it
     checkpoints.check_room(tmp_path, layout, 2, 2, 5)
     free = 1
     checkpoints.check_room(tmp_path, layout, 2, 2, 0)  # of a run at its end, which saves nothing: it could not be resumed
@@ -872,6 +872,7 @@ def test_an_import_that_fails_is_a_packages_fault_or_ours(tmp_path, monkeypatch,
 @pytest.mark.parametrize("why, libraries, advice", [
     ("libtorch_cpu.so: failed to map segment from shared object", "", "raise ulimit -v, or see that its disk is not mounted noexec"),
     ("a.so: undefined symbol: x, version CXXABI_1.3", "/old", "LD_LIBRARY_PATH=/old may have another library of that name: unset it"),
+    ("/old/libstdc++.so.6: file too short", "/none:/old", "LD_LIBRARY_PATH=/none:/old may have another library of that name: unset it"),
     ("a.so: undefined symbol: x, version CXXABI_1.3", "", f"{PYTHON} lacks a package, or has half of one: {AGAIN}"),
     ("No module named 'numpy._core'", "/old", f"{PYTHON} lacks a package, or has half of one: {AGAIN}"),
 ])  # fmt: skip
@@ -1197,8 +1198,12 @@ def run_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(["bash", *arguments], env=variables, capture_output=True, text=True, timeout=100, cwd="/tmp")
 
 
-@pytest.mark.parametrize("command", ["bash {root}/run.sh", "{python} {root}/launch/start.py"])
+FROM_GONE = ["bash {root}/run.sh", "{python} {root}/launch/start.py", "{python} {root}/sample.py", "{python} {root}/bench/order.py"]
+
+
+@pytest.mark.parametrize("command", FROM_GONE)
 def test_a_folder_that_is_gone_is_told(tmp_path, command):
+    """PyTorch's import there ends in a library that cannot be loaded."""
     (tmp_path / "gone").mkdir()
     line = f"cd {shlex.quote(f'{tmp_path}/gone')}; rmdir ../gone; "
     line += f"exec {command.format(root=shlex.quote(f'{ROOT}'), python=shlex.quote(PYTHON))} --seed=1"
@@ -1206,6 +1211,14 @@ def test_a_folder_that_is_gone_is_told(tmp_path, command):
     said = [line for line in done.stderr.splitlines() if not line.startswith("shell-init: ")]  # bash's own
     name = command.rpartition("/")[2]
     assert done.returncode == 1 and said == [f"{name}: error: the current folder is gone or may not be searched: change into another"]
+
+
+def test_a_folder_that_may_not_be_searched_is_told(monkeypatch, capsys):
+    """As of sudo -u in a home of mode 0700."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(SystemExit) as ended:
+        launcher.main([f"{SCRIPT}"])
+    assert ended.value.code == 1 and "the current folder is gone or may not be searched" in capsys.readouterr().err
 
 
 def test_run_sh_passes_a_programs_exit_code_on(tmp_path):

@@ -195,7 +195,7 @@ def test_kill_9_at_its_start_leaves_a_race_that_goes_on(track, tmp_path, monkeyp
             patch.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError("no more")))
             track()
         assert not (tmp_path / "logs" / "race.json").exists()
-    (tmp_path / "logs" / "race.json.tmp").write_text("{")  # as kill -9 leaves it
+    (tmp_path / "logs" / "race.json.bankrun.tmp").write_text("{")  # as kill -9 leaves it
     track()
     assert len(calls(tmp_path)) == 6
     before = (tmp_path / "logs" / "race.json").read_text()
