@@ -34,9 +34,8 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
     script = Path(os.path.realpath(early.parse_known_args()[0].script))
     if os.path.exists(starter) and os.path.isfile(script) and os.access(script, os.R_OK):  # the sources of a log have no starter
         launcher = runpy.run_path(starter)  # no import: launch may be a folder of the script's
-        if not launcher["standing"]():  # PyTorch's import would end in the words of a library
-            sys.exit("sample.py: error: the current folder is gone or may not be searched: change into another")
         try:
+            launcher["check_standing"]()
             launcher["check_names"](script)
         except launcher["LaunchError"] as error:
             launcher["tell"]("sample.py", f"error: {error.args[0]}")

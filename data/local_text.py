@@ -36,7 +36,8 @@ if __name__ == "__main__":
 from data.encodings import load_encoding
 from data.shards import (
     MAX_SHARD_TOKENS, READERS, TEMPORARY, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, import_tqdm, locked,
-    name_pattern, named, number_between, one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard, without_readers, write_json,
+    name_pattern, named, number_between, one_line_errors, open_lock_if_writable, read_json, shard_name, sync_folder, verify_shard,
+    without_readers, write_json,
 )
 from launch.console import Parser, console, user_path
 

@@ -131,7 +131,7 @@ def run(command, **options):
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
     before = {x: signal.signal(x, lambda x, _: late.append(x)) for x in numbers if callable(signal.getsignal(x))}
     try:
-        process = subprocess.Popen(command, pass_fds=HELD, **dict({"stdin": subprocess.DEVNULL}, **options))
+        process = subprocess.Popen(command, pass_fds=HELD, **{"stdin": subprocess.DEVNULL, **options})
         for number, handler in before.items():
             signal.signal(number, handler)
         for number in late:

@@ -202,9 +202,9 @@ def refuse_lack_of_room(error: BaseException | None, ranks: Any) -> None:
     inductor, frames = sys.modules.get("torch._inductor.codecache"), traceback.extract_tb(error and error.__traceback__)
     if not any(re.search(r"/(_inductor|triton)/", frame.filename) for frame in frames):
         return
-    folders = {inductor.cache_dir(): 0} if inductor else {}
+    folders = [inductor.cache_dir()] if inductor else []
     if ranks.device.type == "cuda":
-        folders |= {os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"): 0}
+        folders += [os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")]
     if NO_ROOM.search(f"{error}"):
         free = [f"{shutil.disk_usage(x).free:,} bytes in {x}" for x in (*folders, tempfile.gettempdir()) if os.path.isdir(x)]
         advice = "make room, or name other folders by TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and TMPDIR"

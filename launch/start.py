@@ -100,8 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         interrupt = interrupter(heard := [])
         for number in heeded_signals():
             signal.signal(number, interrupt)
-        if not standing():
-            raise LaunchError("the current folder is gone or may not be searched: change into another", 1)
+        check_standing()
         path, options = find_script(given)
         name = path.name
         if {"--help", "-h"} & {*options}:
@@ -191,12 +190,14 @@ def child_processes() -> list[int]:
     return found
 
 
-def standing() -> bool:
-    """Is the current folder still there, and may it be searched?"""
+def check_standing() -> None:
+    """Raise LaunchError for a current folder that is gone, in which PyTorch cannot be imported, or may not be searched."""
     try:
-        return bool(os.getcwd()) and os.access(os.curdir, os.X_OK)
+        there = os.getcwd() and os.access(os.curdir, os.X_OK)
     except FileNotFoundError:
-        return False
+        there = False
+    if not there:
+        raise LaunchError("the current folder is gone or may not be searched: change into another", 1)
 
 
 def heeded_signals() -> list[int]:
@@ -631,13 +632,13 @@ def check_cache(name: str, usual: str = "") -> None:
             with tempfile.TemporaryFile(dir=folder):
                 pass
             loads = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
-            free = COMPILED if any(x.is_dir() for x in os.scandir(folder)) else shutil.disk_usage(folder).free  # some is there
+            used, free = any(x.is_dir() for x in os.scandir(folder)), shutil.disk_usage(folder).free
         except OSError as error:
             fault = f"no folder that can be written, {error.strerror}: name another"
             raise LaunchError(f"{name}={folder}: {fault}, or unset it" if given else f"{folder}: {fault} by {name}", 1) from None
         if not loads:
             raise LaunchError(f"{folder} is mounted noexec, and compiled code could not be loaded: name another by {name}", 1)
-        if free < COMPILED:
+        if free < COMPILED and not used:  # that may hold all that is needed
             fault = f"compiled code needs {COMPILED:,} bytes or more, {free:,} are free"
             raise LaunchError(f"{folder}: {fault}: make room, or name another by {name}", 1)
 

@@ -1334,7 +1334,7 @@ def test_what_compiled_code_needs_is_asked_before_the_ranks_start(start, shards,
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if "noexec" in variables:
-        there, names = os.statvfs, ("f_bavail", "f_frsize", "f_bsize", "f_flag")
+        there, names = os.statvfs, ("f_bavail", "f_bfree", "f_blocks", "f_frsize", "f_bsize", "f_flag")
         fields = lambda path: {name: getattr(there(path), name) for name in names}
         monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(**fields(path) | {"f_flag": os.ST_NOEXEC}))
     monkeypatch.chdir(tmp_path)
