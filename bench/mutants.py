@@ -73,6 +73,8 @@ CHANGES = {  # by file: what, tests, old, new
         ("an idea draws other numbers after a resumption",
          "runtime/checkpoints::test_a_schedule_by_chance_resumes_to_the_same_bits",
          "            seed_random(h.seed, step, ranks.rank)  #", "            #"),
+        ("an idea draws the same for every seed", "runtime/checkpoints::test_an_idea_that_draws_resumes_to_the_same_bits",
+         "            seed_random(h.seed, step, ranks.rank)  #", "            seed_random(0, step, ranks.rank)  #"),
         ("a validation draws other numbers after a resumption",
          "runtime/checkpoints::test_an_idea_that_draws_resumes_to_the_same_bits",
          "    seed_random(h.seed, step, ranks.rank)  # an", "    # an"),
@@ -681,6 +683,8 @@ CHANGES = {  # by file: what, tests, old, new
          "SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)", "SIGNALS = (signal.SIGINT, signal.SIGTERM)"),
     ),
     "launch/machine.py": (
+        ("the first number of a seed is none", "runtime/checkpoints::test_each_number_of_a_seed_makes_others",
+         "    seed = hash(numbers)", "    seed = hash(numbers[1:])"),
         ("a full disk under compiled code is a fault of the code's",
          "recipe/compile::test_a_full_disk_under_compiled_code_is_told_and_another_fault_gets_a_note",
          'if NO_ROOM.search(f"{error}"):', "if False:"),

@@ -99,14 +99,22 @@ def test_an_idea_that_draws_resumes_to_the_same_bits(shards, tmp_path, monkeypat
     """Dropout, or a depth by chance: the numbers of a step, and of a validation, are its own, whatever came before."""
     drawn = lambda branch: torch.nn.functional.dropout(branch, 0.1) + branch * random.random() + branch * np.random.rand()
     monkeypatch.setattr(train_gpt, "residual_add", lambda x, branch: x + drawn(branch))
+    seeds, seed_random = [], train_gpt.seed_random
+    monkeypatch.setattr(train_gpt, "seed_random", lambda *numbers: (seeds.append(numbers), seed_random(*numbers)))
     one, two = tmp_path / "one", tmp_path / "two"
-    main(options(shards, one, save_every=4, keep_checkpoints=9))
-    main(options(shards, two, save_every=4, resume=one / "logs" / "run" / "step_000004.pt"))
+    main(options(shards, one, save_every=4, keep_checkpoints=9, seed=5))
+    assert {*seeds} == {(5,), *((5, step, 0) for step in range(STEPS + 1))}  # the last: of the validation
+    main(options(shards, two, save_every=4, seed=5, resume=one / "logs" / "run" / "step_000004.pt"))
     assert lines_of(one / "logs" / "run.txt") == lines_of(two / "logs" / "run.txt")
     ends = [read_checkpoint(folder / "logs" / "run" / END)["state"] for folder in (one, two)]
     assert unequal(*ends) == []
-    main(options(shards, tmp_path / "other", save_every=4, seed=1))
-    assert unequal(ends[0], read_checkpoint(tmp_path / "other" / "logs" / "run" / END)["state"])
+
+
+@pytest.mark.parametrize("numbers", [(6, 2, 0), (5, 3, 0), (5, 2, 1)], ids=["seed", "step", "rank"])
+def test_each_number_of_a_seed_makes_others(numbers):
+    """Of PyTorch, Python and NumPy. That a run of another seed ended otherwise told nothing: its first weights are others."""
+    drawn = lambda *numbers: (train_gpt.seed_random(*numbers), torch.rand(1).item(), random.random(), np.random.rand())[1:]
+    assert drawn(5, 2, 0) == drawn(5, 2, 0) and not {*drawn(5, 2, 0)} & {*drawn(*numbers)}
 
 
 PACES = {  # which parameters an idea's step updates, whatever the schedule says; from where it is resumed
