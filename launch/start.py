@@ -45,6 +45,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+ALLOCATORS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # settings of PyTorch's memory on GPUs
 TEXT = "data/local"  # shards of text that lies on this machine, and may change
 MAKERS = {"data/fineweb10B": "data/cached_fineweb10B.py", TEXT: "data/local_text.py"}  # of the presets' data
 MODULES = ("attention", "cpu", "no_triton", "sample", "tail_averages", "tracer", "triton_kernels")  # of the project
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         asked = ranks_asked()
         if 0 <= (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
             raise LaunchError(f"ulimit -n is {files}: a run may have {LEAST_FILES} files open: raise it", 1)
-        check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        check_interfaces("GLOO_SOCKET_IFNAME", gloo_has)
         sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
         importing.append(name)
         here, variables = os.getcwd(), {**os.environ}
@@ -356,13 +357,25 @@ def check_main(script: ModuleType, path: Path) -> None:
         raise LaunchError(sources.taken_by(path), 1)
 
 
-def check_interfaces(text: str, interfaces: Callable = socket.if_nameindex) -> None:
-    """Raise LaunchError for a name of gloo's that no network interface has. NCCL's may be patterns."""
+def check_interfaces(variable: str, has: Callable[[str, list[str]], bool], interfaces: Callable = socket.if_nameindex) -> None:
+    """Raise LaunchError for names of gloo's, or patterns of NCCL's, that no network interface has."""
     there = [name for _, name in interfaces()]
-    for name in filter(None, text.split(",")):
-        if name not in there:
-            fault = f"GLOO_SOCKET_IFNAME={ascii(text)[1:-1][:40]}: this machine has no such network interface"
-            raise LaunchError(f"{fault}, but {', '.join(there)}: unset it, or name one of them", 1)
+    text = os.environ.get(variable, "")
+    if text.strip(",") and not has(text, there):
+        fault = f"{variable}={ascii(text)[1:-1][:40]}: this machine has no such network interface"
+        raise LaunchError(f"{fault}, but {', '.join(there)}: unset it, or name one of them", 1)
+
+
+def gloo_has(text: str, there: list[str]) -> bool:
+    """All of these names are there."""
+    return {*filter(None, text.split(","))} <= {*there}
+
+
+def nccl_has(text: str, there: list[str]) -> bool:
+    """One is there that begins as one of these texts does; = before them: that is one of them; ^: no such one."""
+    names = tuple(filter(None, text.lstrip("^=").split(",")))
+    exact = text.lstrip("^").startswith("=")
+    return any((name in names if exact else name.startswith(names)) != text.startswith("^") for name in there)
 
 
 def check_transport() -> None:
@@ -382,6 +395,7 @@ def load(path: Path) -> ModuleType:
     begun = time.monotonic() - process_age()
     near = (folder.glob(pattern) for folder in (path.parent, ROOT) for pattern in ("*.py", "*/*.py"))
     drop_stale_caches(file for files in near for file in files)
+    check_allocators()
     packages = ["numpy", "torch"] + ["triton"] * bool(importlib.util.find_spec("triton"))  # it may have no wheel: no_triton.py
     try:
         for package in packages:
@@ -418,7 +432,10 @@ def load(path: Path) -> ModuleType:
     if not callable(getattr(module, "main", None)) or not calls_main(path.read_bytes()):
         raise LaunchError(f'{path} has no main() that it calls if __name__ == "__main__": begin with a copy of train_gpt.py', 1)
     gpus = torch.cuda.device_count()
-    devices = ", ".join({torch.cuda.get_device_properties(i).name for i in range(gpus)}) if gpus else "no GPU"
+    try:
+        devices = ", ".join({torch.cuda.get_device_properties(i).name for i in range(gpus)}) if gpus else "no GPU"
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(f"PyTorch cannot use the GPUs{by_allocators()}: {one_line(error)}", 1) from None
     python = f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}"
     show(f"environment: {sys.executable}, {python}, {f'{gpus} x ' if gpus else ''}{devices}", begun)
     return module
@@ -435,10 +452,34 @@ def import_fault(error: Exception) -> str:
         return "PyTorch cannot be imported, no memory is left: raise ulimit -v, or free some"
     if fault := cut_package(error):
         return fault
-    why = " ".join(f"{error}".split())[:150] or repr(error)
+    why = one_line(error)
     named = (name for name in os.environ if name in f"{error}" and name.startswith(("TORCH", "PYTORCH", "TRITON")))
     said = ", ".join(f"{name}={os.environ[name]}" for name in named) or "a variable of the environment, or half a package"
     return f"PyTorch cannot be imported, by {said}: {why}"
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{error}".split())[:150] or repr(error)
+
+
+def by_allocators() -> str:
+    """The settings of PyTorch's allocators that are given: ", by …" or nothing."""
+    given = [f"{name}={ascii(os.environ[name])[1:-1][:80]}" for name in ALLOCATORS if os.environ.get(name)]
+    return f", by {', '.join(given)}" if given else ""
+
+
+def check_allocators() -> None:
+    """Raise LaunchError for a setting of PyTorch's allocators with which its library for CUDA aborts the process that loads it: an
+    import cannot tell any more. Asked of another process, if there is such a setting and such a library."""
+    package = importlib.util.find_spec("torch")
+    library = Path(package.origin).with_name("lib") / "libc10_cuda.so" if package and package.origin else None
+    if library and by_allocators() and library.exists():
+        command = [sys.executable, "-S", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", f"{library}"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode == -signal.SIGABRT:
+            why = re.search(r"what\(\):\s+(.*)", done.stderr)
+            fault = f"PyTorch cannot be imported{by_allocators()}: {why[1][:150] if why else 'it aborts'}"
+            raise LaunchError(f"{fault}: unset it, or write option:value,option:value", 1)
 
 
 def drop_stale_caches(sources: Iterable[Path]) -> None:
@@ -490,6 +531,9 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
     compiled = bool(getattr(s, "compile", False))
     check_cache("TORCHINDUCTOR_CACHE_DIR", inductors_folder() if compiled else "")
     if gpus:
+        check_interfaces("NCCL_SOCKET_IFNAME", nccl_has)
+        if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"):
+            raise LaunchError("TRITON_INTERPRET is set: Triton's interpreter runs kernels on a CPU alone: unset it", 1)
         check_cache("TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache"))
         if "triton" in sys.modules:
             check_compiler("CC", ["gcc", "clang"])
@@ -996,8 +1040,10 @@ class Ranks:
 def killed(code: int) -> str:
     """By which signal a process ended, from its negative return code."""
     cached = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductors_folder()
-    cut = f"a shard was cut short{f', or compiled code: remove {cached}' if os.path.isdir(cached) else ''}"
-    why = {signal.SIGKILL: " (out of memory, or at a limit of time?)", signal.SIGBUS: f" ({cut}?)"}
+    cut = f" (a shard was cut short{f', or compiled code: remove {cached}' if os.path.isdir(cached) else ''}?)"
+    kernels = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+    damaged = f" (damaged code in {kernels}: remove it?)" if os.path.isdir(kernels) else ""
+    why = {signal.SIGKILL: " (out of memory, or at a limit of time?)", signal.SIGBUS: cut, signal.SIGSEGV: damaged}
     return f"killed by {signal.Signals(-code).name if -code in {*signal.Signals} else f'signal {-code}'}{why.get(-code, '')}"
 
 

@@ -1,5 +1,6 @@
 """A mistake before the ranks start is one message within seconds; a rank's end is one message and the run's exit code."""
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -324,8 +325,85 @@ def test_gloos_interface_must_be_there(start, shards, tmp_path, monkeypatch):
     assert (code, started) == (1, ())
     said = "GLOO_SOCKET_IFNAME=lo,wlan7: this machine has no such network interface, but "
     assert said in lines[-1] and lines[-1].endswith(": unset it, or name one of them")
-    launcher.check_interfaces("", lambda: [])
-    launcher.check_interfaces("eth0,lo", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,lo")
+    launcher.check_interfaces("GLOO_SOCKET_IFNAME", launcher.gloo_has, lambda: [(1, "lo"), (2, "eth0")])
+
+
+@pytest.mark.parametrize("text, met", [
+    ("", True), (",", True), ("lo", True), ("eth", True), ("wlan,lo", True), ("=eth0,ib0", True), ("^docker,lo", True), ("^=lo", True),
+    ("nope", False), ("=eth", False), ("^lo,eth", False), ("^=eth0,lo", False),
+])  # fmt: skip
+def test_nccls_pattern_must_be_met(monkeypatch, text, met):
+    """On an H200 the ranks asked whether all of them were started, and is the port free."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", text)
+    with contextlib.nullcontext() if met else pytest.raises(launcher.LaunchError, match=re.escape(f"NCCL_SOCKET_IFNAME={text}: this")):
+        launcher.check_interfaces("NCCL_SOCKET_IFNAME", launcher.nccl_has, lambda: [(1, "lo"), (2, "eth0")])
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """What the launcher asks of PyTorch, which sees one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(name="H200"))
+
+
+def test_tritons_interpreter_is_for_a_cpu(start, shards, tmp_path, monkeypatch, one_gpu):
+    """Exported for the kernels' tests, it ended a GPU's run in a traceback of the warm-up."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, lines, started = start(*options(shards, tmp_path))
+    said = "error: TRITON_INTERPRET is set: Triton's interpreter runs kernels on a CPU alone: unset it"
+    assert (code, started) == (1, ()) and lines[-1].endswith(said)
+
+
+def test_a_gpus_network_interface_is_asked_for(start, shards, tmp_path, monkeypatch, one_gpu):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nope")
+    code, lines, started = start(*options(shards, tmp_path))
+    assert (code, started) == (1, ()) and "error: NCCL_SOCKET_IFNAME=nope: this machine has no such network interface" in lines[-1]
+
+
+@pytest.mark.parametrize("error, setting", [
+    (RuntimeError("stoull"), "max_split_size_mb:abc"),
+    (ValueError("Unrecognized key 'expandable_segment' in CUDA allocator config."), "expandable_segment:True"),
+])  # fmt: skip
+def test_gpus_that_cannot_be_used_are_told(start, shards, tmp_path, monkeypatch, one_gpu, error, setting):
+    """Each was a traceback on an H200."""
+
+    def cannot(_):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cannot)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    code, lines, started = start(*options(shards, tmp_path))
+    said = f"error: PyTorch cannot use the GPUs, by PYTORCH_ALLOC_CONF={setting}: {error}"
+    assert (code, started) == (1, ()) and lines[-1].endswith(said)
+
+
+ABORTS = """#include <cstdlib>
+#include <stdexcept>
+#include <string>
+static bool read = [] {
+    if (std::getenv("PYTORCH_CUDA_ALLOC_CONF") == std::string("abc")) throw std::runtime_error("Index out of bounds");
+    return true;
+}();
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_a_setting_by_which_pytorchs_library_for_cuda_aborts_is_told(tmp_path, monkeypatch):
+    """PyTorch's for CUDA reads it as it is loaded, and aborts with 40 lines of C++ frames."""
+    (folder := tmp_path / "torch" / "lib").mkdir(parents=True)
+    spec = types.SimpleNamespace(origin=f"{tmp_path}/torch/__init__.py")
+    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "abc")
+    launcher.check_allocators()  # a PyTorch without CUDA
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", f"{folder}/libc10_cuda.so"]
+    subprocess.run(command, input=ABORTS, text=True, check=True)
+    with pytest.raises(launcher.LaunchError) as told:
+        launcher.check_allocators()
+    fault = "PyTorch cannot be imported, by PYTORCH_CUDA_ALLOC_CONF=abc: Index out of bounds"
+    assert told.value.args[0] == f"{fault}: unset it, or write option:value,option:value"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    launcher.check_allocators()
 
 
 @pytest.mark.parametrize("leave, code", [("", 0), ("0", 0), ("3", 3)])
@@ -1671,6 +1749,14 @@ def test_a_file_that_was_cut_under_a_process_is_asked_for(tmp_path, monkeypatch)
     assert launcher.killed(-signal.SIGBUS) == f"killed by SIGBUS (a shard was cut short, or compiled code: remove {tmp_path}?)"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/none")
     assert launcher.killed(-signal.SIGBUS) == "killed by SIGBUS (a shard was cut short?)"
+
+
+def test_damaged_code_of_a_gpus_is_asked_for(tmp_path, monkeypatch):
+    """An H200's library crashes where such a file was cut."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", f"{tmp_path}")
+    assert launcher.killed(-signal.SIGSEGV) == f"killed by SIGSEGV (damaged code in {tmp_path}: remove it?)"
+    monkeypatch.setenv("TRITON_CACHE_DIR", f"{tmp_path}/none")
+    assert launcher.killed(-signal.SIGSEGV) == "killed by SIGSEGV"
 
 
 @pytest.mark.parametrize("moment", ["before", "after_in_parent"])

@@ -1,5 +1,6 @@
 """The warm-up runs every shape that the schedule uses, and leaves no trace."""
 
+import builtins
 import io
 import itertools
 import logging
@@ -454,6 +455,17 @@ def test_what_is_no_state_of_an_ideas_is_not_told(monkeypatch, tmp_path, case):
     before = kept_outside(held, None)
     NO_STATE[case](held)
     assert launch.unsaved.differing(before, kept_outside(held, None)) == []
+
+
+def test_what_the_compiler_leaves_in_a_scripts_globals_is_not_told(monkeypatch):
+    """Python's own names, under one of the compiler's: a caution of every compiled run."""
+    idea = ModuleType("idea")
+    exec("def passes(x):\n    return x * len(x.shape)", vars(idea))
+    monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {"idea": idea})
+    before = kept_outside(SimpleNamespace(), None)
+    torch.compile(idea.passes, backend="eager")(torch.ones(3))
+    assert any(value is vars(builtins) for name, value in vars(idea).items() if name != "__builtins__")
+    assert launch.unsaved.differing(before, kept_outside(SimpleNamespace(), None)) == []
 
 
 def rates():
