@@ -88,7 +88,7 @@ def option_text(meaning: str, path: bool = False) -> Callable[[str], str]:
     def text(given: str) -> str:
         if not given and "empty:" not in meaning:
             raise argparse.ArgumentTypeError(f"is empty: leave the option out, or give a value ({meaning})")
-        return os.path.expanduser(given) if path else given
+        return at_home(given) if path else given
 
     return text
 
@@ -177,11 +177,19 @@ def _put(number: int, data: bytes, seconds: float) -> bytes:
     return data
 
 
+def at_home(text: str) -> str:
+    """A path whose ~ is a user's home folder. Raises argparse.ArgumentTypeError where nobody has that name."""
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise argparse.ArgumentTypeError(f"{text}: no user of this machine has that name; a file of it is ./{text}")
+    return path
+
+
 def user_path(text: str) -> Path:
     """argparse type. A ~ is the home folder, which shells expand in `--output ~/x`, and leave as it is in `--output=~/x`."""
     if not text:  # which Path takes for the current folder
         raise argparse.ArgumentTypeError("is empty: is a shell variable not set?")
-    path = Path(os.path.expanduser(text))
+    path = Path(at_home(text))
     try:
         path.is_absolute() or os.getcwd()
     except OSError:

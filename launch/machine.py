@@ -10,17 +10,22 @@ import random
 import re
 import resource
 import shutil
+import socket
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 
 from launch import GIVEN, OF_VARIABLES, threads_at_most
 from launch.console import RunError, encoded
@@ -221,6 +226,55 @@ def held_of_gpu(device: torch.device) -> str:
     own = torch.cuda.memory_reserved(device)
     whole, mine, rest = (f"{x / 2**30:.1f}" for x in (total, own, total - free - own))
     return f"of GPU {device.index}'s {whole} GiB it holds {mine}, all else {rest}"
+
+
+NAME_TIMEOUT = 10.0  # seconds, for the first rank's name to be known, as where its machine starts with the others
+STORE_SLACK = 5.0  # seconds, for what PyTorch says itself
+
+
+def find_store(seconds: float) -> Any:
+    """The ranks' store at MASTER_ADDR and MASTER_PORT. Raises RuntimeError or ValueError if it does not answer in time: PyTorch tries
+    twice to reach one, waits for an answer without end, and finds both out among lines of its own."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    lack = tried_for(lambda: socket.getaddrinfo(address, None), min(NAME_TIMEOUT, seconds))
+    if not lack and port.isascii() and port.isdigit() and not makes_store():
+        lack = tried_for(lambda: socket.create_connection((address, min(int(port[:9]), 65535)), timeout=seconds).close(), seconds)
+    if lack:
+        raise RuntimeError(lack.strerror or f"{lack}") from lack
+    found: list = []
+
+    def meet() -> None:
+        try:
+            found.append(next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0])
+        except Exception as error:
+            found.append(error)
+
+    meeting = threading.Thread(target=meet, name="store", daemon=True)  # it ends with the process, whatever it waits for
+    meeting.start()
+    meeting.join(seconds + STORE_SLACK)
+    if not found:
+        raise RuntimeError("what listens there does not answer as a store of ranks does")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def makes_store() -> bool:
+    """Does this rank make the store, not a launcher?"""
+    return os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def tried_for(function: Callable[[], Any], seconds: float) -> OSError | None:
+    """What a function that is called again and again still raises after so many seconds."""
+    begun = time.monotonic()
+    while True:
+        try:
+            function()
+            return None
+        except OSError as error:
+            if time.monotonic() - begun > seconds:
+                return error
+        time.sleep(0.1)
 
 
 def cannot_join(error: Exception, ranks: Any) -> RunError:

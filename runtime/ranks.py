@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.console import AgreedError, RunError
-from launch.machine import cannot_join, environment_number, forget_earlier_run, usable_cores
+from launch.machine import cannot_join, environment_number, find_store, forget_earlier_run, usable_cores
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
@@ -103,8 +103,8 @@ def join_ranks() -> Ranks:
     if launched:
         try:
             torch.cuda.set_device(-1 if device.index is None else device.index)  # -1: no GPU
-            store = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
-            dist.init_process_group(store=dist.PrefixStore(f"{run}", store), **how)
+            store = dist.PrefixStore(f"{run}", find_store(RENDEZVOUS_TIMEOUT.total_seconds()))
+            dist.init_process_group(store=store, **how)
         except (RuntimeError, ValueError) as error:
             raise cannot_join(error, Ranks(rank, world_size, device)) from error
     return Ranks(rank, world_size, device)

@@ -104,6 +104,7 @@ MISTAKES = {  # arguments after good ones, the environment, message, exit code
     "compiled code in no folder": (
         "", {"TORCHINDUCTOR_CACHE_DIR": "/dev/null"},
         "TORCHINDUCTOR_CACHE_DIR=/dev/null: no folder that can be written, File exists: name another, or unset", 1),
+    "nobody's home": ("--log_dir=~nobody_here/x", {}, r"--log_dir: ~nobody_here/x: no user of this .*; a file of it is \./~nobody_", 2),
     "no ranks": ("", {"RANKS": "0"}, "RANKS=0: must be a whole number from 1 on", 2),
     "fewer than no ranks": ("", {"RANKS": "-1"}, "RANKS=-1: must be a whole number from 1 on", 2),
     "ranks by name": ("", {"RANKS": "abc"}, "RANKS=abc: must be a whole number from 1 on", 2),
