@@ -18,7 +18,7 @@ python=$("$python" launch/environment.py --for=test.sh requirements.txt records/
 python=${python##*$'\n'}  # Python's start-up files may print before it
 before= named= alone=
 for argument; do  # pytest's own words are lost where its workers start
-    case $before in *=*) value= ;; -[kmnpcorW] | --*) value=yes ;; *) value= ;; esac
+    case $before in *=*) value= ;; -[kmnpcorW] | -[!-]*[kmnpcorW] | --*) value=yes ;; *) value= ;; esac
     if [[ $argument != -* && -e ${argument%%::*} ]]; then
         named=yes
         [[ $argument != *::* ]] || alone=yes

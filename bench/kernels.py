@@ -383,7 +383,8 @@ def main() -> None:
     if "--help" in options:
         return print(__doc__)
     if set(options) - {"--loops"}:
-        sys.exit(f"bench/kernels.py: no option {', '.join(options)}; there is --loops, and parts of kernels' names")
+        print(f"bench/kernels.py: error: no option {', '.join(options)}; there is --loops, and parts of kernels' names", file=sys.stderr)
+        sys.exit(2)
     if absent := [part for part in wanted if not any(part in name for name in CASES)]:
         sys.exit(f"bench/kernels.py: no kernel's name holds {absent[0]!r}: {', '.join(CASES)}")
     cases = [case for name, case in CASES.items() if any(part in name for part in wanted)]

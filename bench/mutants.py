@@ -320,8 +320,11 @@ CHANGES = {  # by file: what, tests, old, new
          'if os.path.lexists(folder / f"{own}.json"):', "if False:"),
     ),
     "bench/order_pictures.py": (
+        ("png's metadata go into every format",
+         "bench/order::test_a_picture_is_written_in_each_format_that_the_option_takes",
+         'metadata={"Software": WRITER} if kind == "png" else None', 'metadata={"Software": WRITER}'),
         ("a picture does not say who wrote it", "bench/order::test_a_picture_that_says_who_wrote_it_is_whole",
-         'WRITER if kind.lower() == "png" else None', "None"),
+         'metadata={"Software": WRITER} if kind == "png" else None', "metadata=None"),
     ),
     "bench/order.py": (
         ("a photo beside a trace is replaced", "bench/order::test_show_replaces_no_file_of_another_that_its_user_has_not_named",
@@ -464,6 +467,8 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("a data tool hears Ctrl-C alone", "data/local_text::test_a_signal_leaves_nothing_of_what_was_begun",
+         "    with ended_by_signals():", "    if True:"),
         ("a user's file of a common name is replaced", "data/shards::test_what_a_killed_writer_left_is_no_hindrance",
          'TEMPORARY = ".bankrun.tmp"', 'TEMPORARY = ".tmp"'),
         ("an archive of TorchScript is PyTorch's affair", "runtime/bad_input::test_a_damaged_checkpoint_stops_the_start",
@@ -660,6 +665,8 @@ CHANGES = {  # by file: what, tests, old, new
          "type(x) not in (bool, int, float, str, type(None))", "type(x) in ()"),
     ),
     "launch/signals.py": (
+        ("a main() that trains nothing has trained", "faults/start::test_a_main_that_trains_nothing_is_no_run",
+         'b"-" if self.trained else b"-0"', 'b"-"'),
         ("a validation's batch has the time of a step",
          "runtime/signals::test_what_is_slow_has_more_time", ", PAUSE_TO_STOP * self.pausing)", ")"),
         ("one rank alone is ended by a signal that comes twice",
@@ -928,6 +935,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a main() that comes to no training is a run", "faults/start::test_a_main_that_trains_nothing_is_no_run",
+         ' or self.marks_itself and b"+" not in marks:', ":"),
         ("a library for CUDA that aborts is met as it is imported",
          "faults/start::test_a_setting_by_which_pytorchs_library_for_cuda_aborts_is_told",
          "        if done.returncode == -signal.SIGABRT:", "        if False:"),

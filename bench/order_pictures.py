@@ -54,8 +54,8 @@ def gantt(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], 
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     try:
         with whole_file(path) as file:
-            kind = path.suffix[1:] or "png"
-            figure.savefig(file, format=kind, dpi=110, metadata={"Software": WRITER if kind.lower() == "png" else None})
+            kind = path.suffix[1:].lower() or "png"
+            figure.savefig(file, format=kind, dpi=110, metadata={"Software": WRITER} if kind == "png" else None)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {error}: give a path that ends in .png, in a folder that can be written") from None
 

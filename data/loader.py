@@ -469,7 +469,7 @@ def check_data(
     if len(validation.tokens) <= val_tokens:
         raise DataError(
             f"{validation.path}: validation needs {val_tokens + 1:,} tokens, it holds {len(validation.tokens):,}: "
-            f"lower --val_tokens and --val_batch_tokens, or make longer shards (--shard_tokens)"
+            f"lower --val_tokens and --val_batch_tokens, or make shards of more text, or longer ones (--shard_tokens)"
         )
     val_content = note_digest(validation)
     n = val_batch_tokens // micro_batches  # a micro-batch begins and ends within documents

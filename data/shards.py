@@ -18,7 +18,6 @@ import io
 import json
 import os
 import re
-import signal
 import stat
 import sys
 import weakref
@@ -577,26 +576,25 @@ def one_line(text: object) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Ends the program with one line and code 1 on an error the user can mend (DataError, OSError, memory) and on Ctrl-C.
-    What the encoding of a stream lacks, as in a folder's name, is written as an escape; a closed one leads nowhere."""
-    from launch.console import console, guard_console  # for the tools: the loader needs nothing but this file
+    """Ends the program with one line and code 1 on an error the user can mend (DataError, OSError, memory), and on Ctrl-C,
+    SIGTERM or SIGHUP with 128 + signal, so that what was begun goes with it. What the encoding of a stream lacks, as in a folder's name, is written as an escape; a closed one leads nowhere."""
+    from launch.console import console, ended_by_signals, guard_console  # for the tools: the loader needs nothing but this file
 
     tool = Path(sys.argv[0]).name
     guard_console()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not a test's
             stream.reconfigure(errors="backslashreplace")
-    if callable(signal.getsignal(signal.SIGINT)):  # not ignored
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    except (DataError, OSError) as error:
-        sys.exit(f"{tool}: error: {one_line(error)}")
-    except MemoryError as error:
-        sys.exit(f"{tool}: error: not enough memory: {one_line(error) or 'lower --shard_tokens or --workers'}")
-    except KeyboardInterrupt:
-        console(f"{tool}: interrupted; the same command goes on from here", "stderr")
-        sys.exit(128 + signal.SIGINT)
+    with ended_by_signals():
+        try:
+            yield
+        except (DataError, OSError) as error:
+            sys.exit(f"{tool}: error: {one_line(error)}")
+        except MemoryError as error:
+            sys.exit(f"{tool}: error: not enough memory: {one_line(error) or 'lower --shard_tokens or --workers'}")
+        except KeyboardInterrupt:
+            console(f"{tool}: interrupted; the same command goes on from here", "stderr")
+            raise
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -282,7 +282,7 @@ def ended_by_signals() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupted:
-        sys.exit(128 + interrupted.args[0])
+        sys.exit(128 + (interrupted.args or (signal.SIGINT,))[0])  # a library raises it without
 
 
 _late: list[int] | None = None  # the signals while a child starts: heard once it can be ended

@@ -19,7 +19,7 @@ LAUNCHER = "BANKRUN_LAUNCHER"  # in the environment of start.py's ranks: it tell
 STOP_TIMEOUT = 25.0  # seconds for all ranks to end a step after a signal, less than a launcher's 30
 STEPS_TO_STOP = 4  # or as many times what a step takes, if that is longer
 PAUSE_TO_STOP = 300.0  # seconds for a pause's part between two looks, as a batch of a validation: no step's time tells its own
-IN_TRAINING = "BANKRUN_IN_TRAINING"  # there too: the pipe into which a rank says + as it begins to train, - as it is through
+IN_TRAINING = "BANKRUN_IN_TRAINING"  # there too: the pipe into which a rank says + as it begins, - as it is through, 0 after it if it has not trained
 BUSY = signal.SIGURG  # from a rank to start.py, which then waits on; what does not know it takes no notice
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: a service manager's to all, and a launcher's copy
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -43,6 +43,7 @@ class Signals:
         self.launched = os.environ.get(LAUNCHER) == f"{parent}"  # of another process: left in the environment by chance
         launched = self.launched or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = parent if launched else None  # the id of the process without which this one ends
+        self.trained = False  # or has begun to
         self.marks = int(os.environ.get(IN_TRAINING, -1)) if self.launched else -1
 
     def __enter__(self) -> Self:
@@ -89,7 +90,7 @@ class Signals:
         self.thread.join()
         os.close(self.speak)
         os.close(self.heard)
-        self._say(b"-")
+        self._say(b"-" if self.trained else b"-0")
 
     def _listen(self) -> None:
         poll = select.poll()

@@ -124,7 +124,9 @@ def main(argv: list[str] | None = None) -> None:
         for number, _ in heard[:1]:  # raised where Python discards it, as in a callback of C code
             raise Interrupted(number)
         command = [sys.executable, "-u", f"{path}", *options]
-        code = 0 if CHECK_ALONE in os.environ else Ranks(ranks, command, name, untouched(variables, os.environ)).wait()
+        said_by = sys.modules.get(getattr(getattr(script, "Signals", None), "__module__", ""))
+        marks = hasattr(said_by, "IN_TRAINING")  # an older script's signals say nothing
+        code = 0 if CHECK_ALONE in os.environ else Ranks(ranks, command, name, untouched(variables, os.environ), marks).wait()
     except LaunchError as error:
         message, code = error.args
         tell(name, f"error: {message}")
@@ -919,7 +921,8 @@ class Ranks:
     Signals are handed on to all; a second one ends the ranks at once. When one rank fails, the others are ended.
     """
 
-    def __init__(self, count: int, command: list[str], name: str, environ: dict[str, str]):
+    def __init__(self, count: int, command: list[str], name: str, environ: dict[str, str], marks_itself: bool = False):
+        self.marks_itself = marks_itself  # the script's main(), by its Signals
         self.name, self.received, self.heard, self.busy, self.stopped = name, [], 0.0, 0.0, False
         self.awake = 0.0  # seconds of wait, without those in which this process stood still itself, as by docker pause
         for number in heeded_signals():
@@ -1019,6 +1022,9 @@ class Ranks:
         marks = self.marks.read(1 << 16) or b""
         if marks.count(b"+") > marks.count(b"-"):
             tell(self.name, "error: a rank has ended with code 0, as by os._exit(0), before its training has: its log is cut off")
+            return 1
+        if b"0" in marks or self.marks_itself and b"+" not in marks:
+            tell(self.name, "error: main() has ended, and nothing was trained: there is no log")
             return 1
         return 0
 

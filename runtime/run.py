@@ -104,7 +104,7 @@ class Run:
         gc.collect()
         gc.freeze()
         self.tokens, self.tokens_done = (sum(map(self.manager.batch_tokens, range(n))) for n in (self.total, self.first_step))
-        self.signals.in_training, self.signals.has_peers = True, self.ranks.world_size > 1
+        self.signals.in_training, self.signals.trained, self.signals.has_peers = True, True, self.ranks.world_size > 1
         self.clock.start()
 
     def ahead(self, open_batches: Callable[[], Iterator], share: int, steps: int) -> Iterator:

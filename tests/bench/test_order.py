@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import order, order_validation, schedule_costs, traces
+from bench import order, order_pictures, order_validation, schedule_costs, traces
 from bench.communication import expected_calls, model_parameters
 from bench.schedule_model import (
     COMPUTE, Forward, Interference, ModelError, Operation, Orders, Span, Task, critical_path, exposures,
@@ -24,6 +24,7 @@ from bench.schedule_model import (
 )  # fmt: skip
 from bench.schedule_search import Problem, flow_bound, overlap_bound, search
 from common import ROOT, options, run_fresh, run_script, tiny_settings, train_gpt, without_stdout
+from launch.console import PICTURES
 from runtime.ranks import Ranks
 from tracer import Tracer, steps_of
 from train_gpt import SCATTER_ORDER, WORK_ORDER, Hyperparameters, param_table
@@ -319,6 +320,15 @@ def test_a_picture_that_says_who_wrote_it_is_whole(tmp_path: Path) -> None:
         picture.load()
         assert picture.info["Software"] == "bankrun bench/order.py"
     assert json.loads((tmp_path / "made.trace.chrome.json").read_text())["otherData"] == {"writer": "bankrun bench/order.py"}
+
+
+@pytest.mark.parametrize("ending", PICTURES)
+def test_a_picture_is_written_in_each_format_that_the_option_takes(ending: str, tmp_path: Path) -> None:
+    """Six of nine took none of png's metadata, and were refused after all work."""
+    pytest.importorskip("matplotlib", reason="pip install -r records/requirements.txt")
+    operations = operations_of(AB, A_FIRST)
+    order_pictures.gantt([("a step", operations, simulate(operations))], tmp_path / f"x{ending}")
+    assert (tmp_path / f"x{ending}").stat().st_size > 1000
 
 
 def test_show_prints_its_table_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -437,7 +437,7 @@ def test_far_too_little_data_is_told_before_all_steps_are_counted(folder):
 
 def test_validation_of_one_token_too_few(folder):
     check(folder, val_tokens=399, val_batch_tokens=399)  # the last one's target is the 400th
-    with pytest.raises(DataError, match=r"x_val_000000.bin: validation needs 401 tokens, it holds 400: lower --val_tokens.* longer shards"):
+    with pytest.raises(DataError, match=r"x_val_000000.bin: validation needs 401 tokens, it holds 400: lower --val_tokens.* of more text, or longer ones"):
         check(folder, val_tokens=400)
 
 

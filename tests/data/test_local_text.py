@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -522,6 +523,23 @@ def test_shards_of_others_are_not_added_to(tmp_path: Path, library: Path, monkey
     with pytest.raises(SystemExit, match=f"out/{name} is not this program's, and a run would train on both: choose another --output"):
         make(monkeypatch, library, tmp_path / "out")
     assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_of_what_was_begun(number: int, tmp_path: Path) -> None:
+    """SIGTERM and SIGHUP, as of a scheduler and a terminal that closes, left half a shard without a word."""
+    (source := tmp_path / "text").mkdir()
+    for i in range(30):
+        (source / f"{i}.txt").write_text("x " * 1000)
+    program = (
+        "import os, sys\nfrom data import local_text\nwhole = local_text.ShardWriter.close\n"
+        f"def close(self):\n    os.kill(os.getpid(), {int(number)})\n    whole(self)\n"
+        "local_text.ShardWriter.close = close\nsys.argv[0] = 'local_text.py'\nlocal_text.main()"
+    )
+    command = [sys.executable, "-c", program, f"--input={source}", f"--output={tmp_path / 'out'}"]
+    done = subprocess.run(command, cwd=SCRIPT.parent.parent, capture_output=True, text=True, timeout=60)
+    said = "local_text.py: interrupted; the same command goes on from here\n"
+    assert (done.returncode, done.stderr) == (128 + number, said) and not (tmp_path / "out").exists()
 
 
 def interrupted() -> None:

@@ -60,7 +60,7 @@ def start(monkeypatch, capfd):
 
     def run(*arguments: str) -> tuple[int, list[str], tuple]:
         started: list = []
-        fake = lambda count, command, name, environ: types.SimpleNamespace(wait=lambda: started.append((count, command)) or 0)
+        fake = lambda count, command, name, environ, marks: types.SimpleNamespace(wait=lambda: started.append((count, command)) or 0)
         with monkeypatch.context() as patch:
             patch.setattr(launcher, "Ranks", fake)
             patch.setattr(sys, "path", sys.path[:])
@@ -1346,7 +1346,9 @@ ENDS = {  # what two ranks do, the exit code, and all that is said
     "in the midst of its training": (
         "from launch.signals import Signals\nsignals = Signals().__enter__()\nos._exit(0)", 1,
         "idea.py: error: a rank has ended with code 0, as by os._exit(0), before its training has: its log is cut off\n"),
-    "once it is through": ("from launch.signals import Signals\nwith Signals(): pass\nos._exit(0)", 0, ""),
+    "once it is through": ("from launch.signals import Signals\nwith Signals() as s: s.trained = True\nos._exit(0)", 0, ""),
+    "without training": ("from launch.signals import Signals\nwith Signals(): pass", 1,
+                         "idea.py: error: main() has ended, and nothing was trained: there is no log\n"),
     "by SIGKILL": ("rank and os.kill(os.getpid(), 9); time.sleep(50)", 1,
                    "idea.py: error: rank 1 was killed by SIGKILL (out of memory, or at a limit of time?): the run has ended\n"),
     "by a segmentation fault": ("os.kill(os.getpid(), signal.SIGSEGV) if rank == 0 else time.sleep(50)", 1,
@@ -1358,9 +1360,22 @@ ENDS = {  # what two ranks do, the exit code, and all that is said
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_ranks_end_is_the_runs_code_and_one_message(ranks, case):
+def test_a_ranks_end_is_the_runs_code_and_one_message(ranks, monkeypatch, case):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/nowhere")
     source, code, said = ENDS[case]
     assert ranks(source) == (code, said)
+
+
+@pytest.mark.parametrize("instead", ["pass", "return", "raise SystemExit"])
+def test_a_main_that_trains_nothing_is_no_run(instead, shards, tmp_path):
+    """Code 0, without a log and a word."""
+    where = {"return": "        with Signals() as signals:", "raise SystemExit": "        h = parse_options("}.get(instead, "")
+    trains = "            train(h, join_ranks(), signals)"
+    idea = SCRIPT.read_text().replace(trains, f"            {instead}") if not where else SCRIPT.read_text().replace(
+        where, f"        if argv is None: {instead}\n{where}", 1)
+    (script := tmp_path / "idea.py").write_text(idea)
+    done = run_fresh([PYTHON, f"{ROOT}/launch/start.py", script, *options(shards, tmp_path)], env={**os.environ, "RANKS": "1"})
+    assert done.returncode == 1 and done.stderr == "idea.py: error: main() has ended, and nothing was trained: there is no log\n"
 
 
 def test_a_killed_ranks_code_is_known_where_its_signal_is_ignored(tmp_path):
@@ -1555,7 +1570,7 @@ SAVES = """\
 from launch import signals
 signals.STOP_TIMEOUT = 0.2
 with signals.Signals() as heard:
-    heard.in_training, heard.has_peers, heard.saving = True, {peers}, {saving}
+    heard.in_training, heard.trained, heard.has_peers, heard.saving = True, True, {peers}, {saving}
     open(f"{place}/{{rank}}", "w")
     while len(os.listdir("{place}")) < 1 + heard.has_peers: time.sleep(0.01)
     rank or os.kill(os.getppid(), 15)

@@ -44,6 +44,20 @@ def test_a_script_that_trains_nothing_is_named() -> None:
     assert (done.returncode, done.stderr) == (1, said)
 
 
+@pytest.mark.parametrize("flag", ["-k", "-xk", "-vvk", "--deselect"])
+def test_a_word_of_pytests_is_no_path(tmp_path: Path, flag: str) -> None:
+    """Joined flags take one, too."""
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\ncase $1 in launch/*) echo "$0" ;; -c) echo 0 ;; *) echo "$@" ;; esac\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [ROOT / "test.sh", "-x", "tests/test_layout.py", flag, "nowhere"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith(f" -x tests/test_layout.py {flag} nowhere\n"), done.stderr
+    done = subprocess.run([*command[:-2], "-v", "nowhere"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, f"test.sh: error: no such tests: nowhere, in {ROOT}\n")
+
+
 @pytest.mark.parametrize("where", ["here", "in the project"])
 def test_the_script_is_the_one_where_the_user_stands(tmp_path: Path, where: str) -> None:
     """A train_gpt.py of his own is not the project's; a path that is nowhere here is the project's; one that is nowhere ends."""
