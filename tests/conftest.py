@@ -36,6 +36,7 @@ from data.shards import write_shard
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
+RECURSION = sys.getrecursionlimit()
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 os.environ.pop("PYTHONUNBUFFERED", None)  # of some containers: tools print into buffers, as a user's do
 torch.set_num_threads(1)  # the tensors are tiny, and the ranks of a test share the machine
@@ -94,10 +95,11 @@ def full_precision():
 
 
 @pytest.fixture(autouse=True)
-def own_signals():
-    """What a tool in this process hears by is no other test's."""
+def own_process():
+    """What a tool in this process hears by, and how deep PyTorch's compiler lets Python go, is no other test's."""
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
+    sys.setrecursionlimit(RECURSION)
 
 
 @pytest.fixture(autouse=True)
