@@ -314,6 +314,12 @@ def stages_of(h) -> dict[str, range]:
     return stages
 
 
+def split_at_warm_up(output: str) -> tuple[int, str]:
+    """The seconds of the warm-up that a run has printed, and what it printed after them."""
+    found = re.search(r"warm-up (\d+) s$", output, re.MULTILINE)
+    return int(found[1]), output[found.end() :]
+
+
 def run(bench: Bench) -> tuple[str, dict]:
     """The real script, launched as users launch it: compiles cleanly, learns, and how fast each stage is."""
     import train_gpt as tg
@@ -328,8 +334,8 @@ def run(bench: Bench) -> tuple[str, dict]:
     done = run_to_end(command, timeout=560, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
     if done.returncode:
         raise SectionError(f"exit code {done.returncode}", f"```\n{done.stdout[-4000:]}\n```", {"output": done.stdout[-20000:]})
-    warm_up = re.search(r"warm-up (\d+) s$", done.stdout, re.M)
-    recompiles = len(re.findall(r"Recompiling function", done.stdout[warm_up.end() :]))
+    warm_up, after = split_at_warm_up(done.stdout)
+    recompiles = len(re.findall(r"Recompiling function", after))
     breaks = len(re.findall(r"Graph break", done.stdout))
     log = Path(h.log_dir, "gpu.txt").read_text(encoding="utf-8").rpartition("=" * 100)[2]
     losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", log)]
@@ -349,10 +355,10 @@ def run(bench: Bench) -> tuple[str, dict]:
         rows.append([name, f"{tokens:,}", f"{1000 * seconds:.1f}", f"{tokens / seconds:,.0f}", f"{achieved / 1e12:.3g}", share])
     text = table(["stage", "tokens a step", "ms a step", "tokens/s", "TFLOP/s a GPU", "of the bf16 peak"], rows)
     cache = "an empty" if bench.was_empty else "a filled"
-    text += f"\n\n{bench.ranks()} ranks. Warm-up with {cache} compile cache: {warm_up[1]} s. "
+    text += f"\n\n{bench.ranks()} ranks. Warm-up with {cache} compile cache: {warm_up} s. "
     text += f"Graph breaks: {breaks}; recompiled after the warm-up: {recompiles}.\n"
     text += f"Validation losses: {', '.join(map(str, losses))}. {memory}."
-    data = {"stages": stages, "warm_up": int(warm_up[1]), "recompiles": recompiles, "breaks": breaks, "losses": losses}
+    data = {"stages": stages, "warm_up": warm_up, "recompiles": recompiles, "breaks": breaks, "losses": losses}
     if breaks or recompiles or not losses[-1] < losses[0]:
         raise SectionError("graph breaks, recompilation after the warm-up, or a loss that does not fall", text, data)
     return text, data

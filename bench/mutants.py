@@ -695,7 +695,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a name that nobody knows is PyTorch's to tell", "runtime/joining::test_a_bad_environment_is_named_within_seconds",
          "    if lack:", "    if False:"),
         ("a port where nobody listens is PyTorch's to tell", "runtime/joining::test_a_bad_environment_is_named_within_seconds",
-         "    if not lack and port", "    if lack and port"),
+         "    if not lack and re.fullmatch", "    if lack and re.fullmatch"),
         ("a service that is no store is taken for one", "runtime/joining::test_a_bad_environment_is_named_within_seconds",
          "    if not found:", "    if not found and (found := [None]) is None:"),
         ("the first number of a seed is none", "runtime/checkpoints::test_each_number_of_a_seed_makes_others",
@@ -935,6 +935,8 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a CPU's ranks load a GPU's code", "faults/start::test_damaged_code_of_a_gpus_is_asked_for",
+         "torch and torch.cuda.device_count() and", "torch and"),
         ("a main() that comes to no training is a run", "faults/start::test_a_main_that_trains_nothing_is_no_run",
          ' or self.marks_itself and b"+" not in marks:', ":"),
         ("a library for CUDA that aborts is met as it is imported",

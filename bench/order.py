@@ -439,7 +439,8 @@ def main(argv: list[str] | None = None) -> None:
         command.add_argument("--chrome", type=output_file(".json"), help="spans for ui.perfetto.dev; show: as well")
     validated = commands.add_parser("validate", help="predict gloo's steps")
     validated.add_argument("--ranks", type=numbers_between(2, 1000), default=[2, 4, 8], help="by comma (2,4,8)")
-    validated.add_argument("--orders", type=positive, default=14, help="to predict, beside those of the fit: at least 4, the first of which are made by hand (%(default)s)")
+    predicted = "to predict, beside those of the fit; 4 of them, made by hand, always are (%(default)s)"
+    validated.add_argument("--orders", type=positive, default=14, help=predicted)
     validated.add_argument("--repetitions", type=positive, default=5, help="of each, of which the least counts (%(default)s)")
     link = "Gb/s of a loopback of two ranks' own, more for more ranks, as root; 0: the machine's (%(default)s)"
     validated.add_argument("--link", type=link_rate, default=0.0, help=link)

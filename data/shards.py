@@ -577,7 +577,8 @@ def one_line(text: object) -> str:
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Ends the program with one line and code 1 on an error the user can mend (DataError, OSError, memory), and on Ctrl-C,
-    SIGTERM or SIGHUP with 128 + signal, so that what was begun goes with it. What the encoding of a stream lacks, as in a folder's name, is written as an escape; a closed one leads nowhere."""
+    SIGTERM or SIGHUP with 128 + signal, so that what was begun goes with it. What the encoding of a stream lacks, as in a folder's
+    name, is written as an escape; a closed one leads nowhere."""
     from launch.console import console, ended_by_signals, guard_console  # for the tools: the loader needs nothing but this file
 
     tool = Path(sys.argv[0]).name

@@ -209,7 +209,7 @@ def refuse_lack_of_room(error: BaseException | None, ranks: Any) -> None:
         return
     folders = [inductor.cache_dir()] if inductor else []
     if ranks.device.type == "cuda":
-        folders += [os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")]
+        folders += [os.environ.get("TRITON_CACHE_DIR") or os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton/cache")]
     if NO_ROOM.search(f"{error}"):
         free = [f"{shutil.disk_usage(x).free:,} bytes in {x}" for x in (*folders, tempfile.gettempdir()) if os.path.isdir(x)]
         advice = "make room, or name other folders by TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and TMPDIR"
@@ -237,8 +237,8 @@ def find_store(seconds: float) -> Any:
     twice to reach one, waits for an answer without end, and finds both out among lines of its own."""
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     lack = tried_for(lambda: socket.getaddrinfo(address, None), min(NAME_TIMEOUT, seconds))
-    if not lack and port.isascii() and port.isdigit() and not makes_store():
-        lack = tried_for(lambda: socket.create_connection((address, min(int(port[:9]), 65535)), timeout=seconds).close(), seconds)
+    if not lack and re.fullmatch(r"[0-9]{1,5}", port) and int(port) < 65536 and not makes_store():
+        lack = tried_for(lambda: socket.create_connection((address, int(port)), timeout=seconds).close(), seconds)
     if lack:
         raise RuntimeError(lack.strerror or f"{lack}") from lack
     found: list = []

@@ -473,9 +473,9 @@ def by_allocators() -> str:
 def check_allocators() -> None:
     """Raise LaunchError for a setting of PyTorch's allocators with which its library for CUDA aborts the process that loads it: an
     import cannot tell any more. Asked of another process, if there is such a setting and such a library."""
-    package = importlib.util.find_spec("torch")
+    package = importlib.util.find_spec("torch") if by_allocators() else None
     library = Path(package.origin).with_name("lib") / "libc10_cuda.so" if package and package.origin else None
-    if library and by_allocators() and library.exists():
+    if library and library.exists():
         command = [sys.executable, "-S", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", f"{library}"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if done.returncode == -signal.SIGABRT:
@@ -536,7 +536,7 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
         check_interfaces("NCCL_SOCKET_IFNAME", nccl_has)
         if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"):
             raise LaunchError("TRITON_INTERPRET is set: Triton's interpreter runs kernels on a CPU alone: unset it", 1)
-        check_cache("TRITON_CACHE_DIR", os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache"))
+        check_cache("TRITON_CACHE_DIR", tritons_folder())
         if "triton" in sys.modules:
             check_compiler("CC", ["gcc", "clang"])
     else:
@@ -696,6 +696,11 @@ def inductors_folder() -> str:
     except (OSError, KeyError):  # without a name
         return ""
     return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+
+
+def tritons_folder() -> str:
+    """Where Triton does, as it has it."""
+    return os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
 
 
 def usual_ranks(gpus: int, micro_batches: int) -> int:
@@ -1047,8 +1052,8 @@ def killed(code: int) -> str:
     """By which signal a process ended, from its negative return code."""
     cached = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductors_folder()
     cut = f" (a shard was cut short{f', or compiled code: remove {cached}' if os.path.isdir(cached) else ''}?)"
-    kernels = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
-    damaged = f" (damaged code in {kernels}: remove it?)" if os.path.isdir(kernels) else ""
+    kernels, torch = os.environ.get("TRITON_CACHE_DIR") or tritons_folder(), sys.modules.get("torch")
+    damaged = f" (damaged code in {kernels}: remove it?)" if torch and torch.cuda.device_count() and os.path.isdir(kernels) else ""
     why = {signal.SIGKILL: " (out of memory, or at a limit of time?)", signal.SIGBUS: cut, signal.SIGSEGV: damaged}
     return f"killed by {signal.Signals(-code).name if -code in {*signal.Signals} else f'signal {-code}'}{why.get(-code, '')}"
 

@@ -139,6 +139,13 @@ def test_unknown_section_is_refused() -> None:
     assert done.returncode == 2 and r"no section kernel\x1b[2J" in done.stderr
 
 
+def test_a_caution_that_names_the_warm_up_is_not_its_end() -> None:
+    """On an H200 the section run ended by it."""
+    caution = "caution: passes or updates change x: a run begins with what the warm-up left there\n"
+    output = f"warm-up: every shape\nRecompiling function\n{caution}3 parameters, ranks: 1, warm-up 28 s\nstep:1/8\n"
+    assert gpu.split_at_warm_up(output) == (28, "\nstep:1/8\n")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("section", ["attention", "model", "run", "profile"])

@@ -129,6 +129,13 @@ def test_a_name_that_no_kernel_holds_is_an_error(monkeypatch: pytest.MonkeyPatch
             bench.main()
 
 
+def test_an_unknown_option_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr("sys.argv", ["bench/kernels.py", "--nonsense=1"])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("bench/kernels.py: error: no option --nonsense=1; there is --loops")
+
+
 def test_help_is_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """It was no option."""
     monkeypatch.setattr(bench.sys, "argv", ["kernels.py", "--help"])

@@ -54,6 +54,7 @@ ENVIRONMENT = [  # what differs from a good one, and the message
     (dict(LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE='0' in the environment"),
     (dict(MASTER_PORT="http"), "rank 0 of 1 cannot join the others at 127.0.0.1:http"),
     (dict(MASTER_PORT="99999999"), "rank 0 of 1 cannot join the others at 127.0.0.1:99999999"),
+    (dict(MASTER_PORT="99999999", WORLD_SIZE="2", RANK="1"), "rank 1 of 2 cannot join the others at 127.0.0.1:99999999"),
     (dict(MASTER_PORT="taken"), "cannot join .* is the port free. .*EADDRINUSE"),
     (dict(WORLD_SIZE="2"), "rank 0 of 2 cannot join .* are all of them started, once each"),
     (dict(WORLD_SIZE="2", RANK="1"), "rank 1 of 2 cannot join .* the port free. Connection refused$"),
