@@ -44,7 +44,7 @@ def model_of(h: Hyperparameters, max_tokens: int, fp8_head: bool = False) -> nn.
 def torchrun(ranks: int, folder: str | Path) -> list[str]:
     """The command that starts so many ranks of the script whose path follows. folder: for torchrun's logs, to be deleted with it;
     otherwise it makes one in the system's, and leaves it."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--log-dir={folder}"]
+    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--log-dir={folder}"]
 
 
 def unequal(a: Any, b: Any) -> list[str]:

@@ -227,7 +227,7 @@ def receive(url: str, part: Path, size: int | None, limit: int) -> None:
 
 
 def progress_bar(what: str, start: int, total: int | None) -> tqdm:
-    return tqdm(desc=what.split(".")[0], initial=start, total=total, unit="B", unit_scale=True, disable=None)
+    return tqdm(desc=one_line(what.split(".")[0]), initial=start, total=total, unit="B", unit_scale=True, disable=None)
 
 
 def fetch_shard(name: str, output: Path, known: dict[str, list], place: str = "") -> int:

@@ -41,8 +41,8 @@ from pyarrow.parquet import ParquetFile
 from data.cached_fineweb10B import NO_HUB, TIMEOUT, fetch, remove_fetched, session, tqdm, with_retries
 from data.encodings import load_encoding
 from data.shards import (
-    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, locked, number_between, one_line_errors,
-    read_json, shard_name, verify_shard, write_json,
+    MAX_SHARD_TOKENS, DataError, HelpFormatter, ShardError, ShardWriter, check_alone, locked, number_between, one_line,
+    one_line_errors, read_json, shard_name, verify_shard, write_json,
 )
 from launch.console import Parser, console, user_path
 from huggingface_hub import constants  # after cached_fineweb10B.py has looked at its variables
@@ -51,6 +51,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 REPO = "HuggingFaceFW/fineweb"
 MAX_PAGES = 1000  # of a list of files, 1,000 on a page; the whole dataset has some 30
 MAX_PARQUET = 2**34  # bytes of a file, which has some 2 GB
+MAX_ROW_GROUP = 2**29  # tokens, which has a million or so: a dictionary makes terabytes of text of a small file
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Progress
@@ -197,6 +198,7 @@ def list_parquet(subset: str) -> tuple[str, list[str]]:
 
 def worker_pool(workers: int) -> Executor:
     """Processes that share no state with this one, ignore Ctrl-C, and end with it, however it ends."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # theirs: multiprocessing starts them by python -c, which imports from the current folder
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=follow_parent)
 
 
@@ -219,11 +221,13 @@ def tokenise(path: Path, row_group: int, encoding_name: str) -> np.ndarray:
     Raises DamagedFile if the row group cannot be read, OSError if the disk cannot.
     """
     encoding = load_encoding(encoding_name)
-    documents = [np.empty(0, dtype=np.uint16)]
+    documents, count = [np.empty(0, dtype=np.uint16)], 0
     try:
         with ParquetFile(path) as file:
-            for batch in file.iter_batches(1024, row_groups=[row_group], columns=["text"], use_threads=False):
+            for batch in file.iter_batches(64, row_groups=[row_group], columns=["text"], use_threads=False):
                 documents += [encoding.document(text) for text in batch.column(0).to_pylist() if text is not None]
+                if (count := count + sum(map(len, documents[-len(batch) :]))) > MAX_ROW_GROUP:
+                    raise DamagedFile(f"{path} has more than {MAX_ROW_GROUP:,} tokens in row group {row_group}")
     except (pyarrow.ArrowException, UnicodeError, OSError) as error:
         if getattr(error, "errno", None):
             raise
@@ -316,7 +320,7 @@ def make_shards(progress: Progress, output: Path, workers: int) -> None:
     total = None if limit == sys.maxsize else limit
     with worker_pool(workers) as pool, tqdm(total=total, initial=done, unit=" tokens", unit_scale=True, disable=None) as bar:
         for file, group, used, tokens in token_stream(progress, output, pool, ahead=2 * workers):
-            bar.set_description(Path(progress.files[file]).name, refresh=False)
+            bar.set_description(one_line(Path(progress.files[file]).name), refresh=False)
             tokens = tokens[: limit - done]
             done += len(tokens)
             while len(tokens):

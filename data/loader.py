@@ -18,6 +18,7 @@ What stays true:
 import itertools
 import os
 import queue
+import shlex
 import threading
 import weakref
 import zlib
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import TRAIN, VALIDATION, DataError, check_replaced, hold_shards, read_json, read_shard, verify_shard
+from data.shards import TRAIN, VALIDATION, DataError, check_replaced, hold_shards, one_line, read_json, read_shard, verify_shard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards of a folder
@@ -409,8 +410,13 @@ def check_manifest(folder: str, shards: Set[str], **given: int | str) -> None:
         return
     made = {name: x for name in given if type(x := manifest.get(name)) is type(given[name])}
     if other := [x for x in made if (made[x] > given[x] if x == "vocab_size" else made[x] != given[x])]:
-        here, there = (" ".join(f"--{x}={values[x]}" for x in other) for values in (given, made))
+        here, there = (" ".join(option(x, values[x]) for x in other) for values in (given, made))
         raise DataError(f"{folder}/manifest.json: its shards were not made for {here}: give {there}")
+
+
+def option(name: str, value: Any) -> str:
+    """As a shell takes it: the value may be another's text."""
+    return shlex.quote(one_line(f"--{name}={value}"))
 
 
 def check_progress(folder: str, shards: Set[str], encoding: str | None) -> None:
@@ -420,7 +426,7 @@ def check_progress(folder: str, shards: Set[str], encoding: str | None) -> None:
     except (DataError, OSError, KeyError, TypeError):  # none, or somebody else's
         return
     if encoding and made != encoding and all(name.startswith("fineweb_") for name in shards):
-        fault = f"its shards were not made for --encoding={encoding}: give --encoding={made}"
+        fault = f"its shards were not made for --encoding={encoding}: give {option('encoding', made)}"
         raise DataError(f"{folder}/progress.json: {fault}")
 
 

@@ -358,6 +358,8 @@ def hub_fault() -> str:
     for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
         if (text := os.environ.get(name, "")) and not (text.isascii() and text.isdigit() and len(text) < 10):
             return f"{name}={text[:40]!a} in the environment: must be a whole number of seconds, or unset"
+    if not os.environ.get("HF_TOKEN", "").isascii():  # a secret: not shown
+        return "HF_TOKEN in the environment: must be a token, of ASCII alone, or unset"
     if text := os.environ.get("HF_TOKEN_PATH"):
         path = os.path.expandvars(os.path.expanduser(text))  # as the library does, which may read for ever
         if os.path.exists(path) and not os.path.isfile(path) and os.path.realpath(path) != os.devnull:

@@ -17,6 +17,22 @@ if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if path != __file__.rpartition("/")[0]]  # a copy.py beside it is not the library's
 
 import os
+
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+def check_names_of_files(tool):
+    """Raises SystemExit for a .py in the project's root with the name of one of Python's: tools, and pytest, would import it."""
+    library = getattr(sys, "stdlib_module_names", ())  # from 3.10 on
+    for name in sorted(os.listdir(ROOT)) if os.access(ROOT, os.R_OK) else ():
+        if name.endswith(".py") and name[:-3] in library:
+            hides = "{}: error: {} hides the module {!r} that others import: rename it"
+            sys.exit(hides.format(tool, os.path.join(ROOT, name), name[:-3]))
+
+
+if __name__ == "launch.environment":  # a tool imports it first
+    check_names_of_files(os.path.basename(sys.argv[0]))
+
 import signal
 
 if __name__ == "__main__" and os.environ.pop("PYTHONINSPECT", None):  # Python has read it, and would end in a prompt
@@ -56,7 +72,6 @@ except ImportError:  # before 3.8, which is told below
     PackageNotFoundError = version = None
 
 OLDEST = (3, 11)
-ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_PYTHON")  # where pip would install what .venv lacks
 ELSEWHERE += ("PIP_DRY_RUN", "PIP_NO_DEPS")  # or not, or not all
 SETTING = re.compile(rb"((?:global|install)\.(?:target|prefix|root|python|dry-run|no-deps))=(.*)")  # the same in a file of pip's
@@ -160,8 +175,8 @@ def missing_there(python, files):
 
 
 def pip_environment():
-    """Without what would send its packages elsewhere than into .venv."""
-    return {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+    """Without what would send its packages elsewhere than into .venv; and modules of the current folder are not Python's."""
+    return dict({name: value for name, value in os.environ.items() if name not in ELSEWHERE}, PYTHONSAFEPATH="1")
 
 
 def run_quietly(command, purpose):
@@ -280,7 +295,8 @@ def fill(folder, files, lacks):
     if there and there[0].startswith("Python "):
         fail("{} is older than {}: remove {}".format(python, there[0].replace(" or later", ""), folder))
     tell("installing into .venv, which takes minutes the first time: " + ", ".join(there or ["packages"]))
-    if run([python, "-c", "import pip"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    if run([python, "-c", "import pip"], env=pip_environment(), **quiet).returncode:
         run_quietly([python, "-m", "ensurepip"], "installing pip into .venv")
     settings = [python, "-m", "pip", "config", "list"]
     told = run(settings, env=pip_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
@@ -420,6 +436,8 @@ def main(argv):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])  # as a parent may have blocked them
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or ignored this one: a failed child's code would read 0
     PROGRAM, argv = (argv[0][6:], argv[1:]) if argv[:1] and argv[0].startswith("--for=") else ("environment.py", argv)
+    if PROGRAM == "test.sh":  # run.sh's next program looks for more
+        check_names_of_files(PROGRAM)
     with ended_by_signals():
         if argv[:1] == ["--missing"]:
             say("".join(LACKS + lack + "\n" for lack in missing(argv[1:])))

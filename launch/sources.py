@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import itertools
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 STANDARD = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]  # Python's own modules
 STANDARD += map(os.path.realpath, [*STANDARD])
 PACKAGES = {"torch", "torchgen", "functorch", "triton", "numpy", "tiktoken", "huggingface_hub", "flash_attn_interface"}
+CORPUS = 1 << 26  # bytes of Python, of which the project has some 3 MB: more is a text to train on, and not held in memory
 READ_OF_A_FILE = 1 << 26  # bytes of one that is no source: of a corpus the begin
 LIBRARIES = tuple(x for path in STANDARD if not f"{ROOT}".startswith(x := f"{path}{os.sep}"))
 
@@ -421,6 +423,7 @@ def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -
     resumed: a checkpoint; that the log is of its run is for Log to see, and what lies beside the checkpoint is of its run."""
     folder, advice = log.with_suffix(""), "move it, or give another --run_id or --log_dir"
     if resumed and (holds_run(log) or resumed.resolve().parent == folder.resolve()):
+        check_replaceable(log)
         return
     if holds_run(log):
         raise ValueError(f"{log} is another run's log: {advice}")
@@ -429,6 +432,21 @@ def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -
     trace = folder.with_name(f"{folder.name}.trace.json")  # tracer.py's
     if not resumed and getattr(settings, "trace_steps", "") and os.path.lexists(trace):  # older scripts trace nothing
         raise ValueError(f"{trace} is there, another run's trace or a file of yours: {advice}")
+
+
+def check_replaceable(log: Path) -> None:
+    """Raise OSError if a log that is there could not be cut where its run goes on, as in a folder of another user or mounted by
+    itself: the run would train to its end, and its checkpoints would not fit what is there. Tried, with its own content."""
+    if log.is_file():
+        from data.shards import whole_file  # not above: the tools in records/ need no NumPy
+
+        try:
+            content = log.read_bytes()
+            with whole_file(log) as file:
+                file.write(content)
+        except OSError as error:
+            fault = f"{error.strerror or error}: it cannot be replaced by the log of the run that goes on"
+            raise OSError(f"{log}: {fault}: see to it, or give another --log_dir") from error
 
 
 def holds_run(log: Path) -> bool:
@@ -446,11 +464,22 @@ def holds_run(log: Path) -> bool:
 
 def python_files(root: Path) -> list[Path]:
     """All *.py below root, but for hidden folders, environments (venv's and conda's), installed packages, and what lies in
-    folders of data/, as a text to train on may."""
-    found = []
+    folders of data/, as a text to train on may; nor of the largest folders what would make it more than CORPUS."""
+    found: dict[str, list[Path]] = {}  # by the folder of root
     for folder, folders, files in os.walk(root):
         environment = {"pyvenv.cfg", "conda-meta"} & {*files, *folders}
         left = environment or Path(folder) == Path(root, "data")
         folders[:] = [x for x in folders if not (left or x.startswith(".") or INSTALLED.fullmatch(f"/{x}/"))]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    return found
+        top = os.path.relpath(folder, root).partition(os.sep)[0]
+        found.setdefault(top, []).extend(Path(folder, name) for name in files if name.endswith(".py"))
+    sizes = sorted((sum(map(size_of, files)), top) for top, files in found.items())
+    kept = zip(sizes, itertools.accumulate(size for size, _ in sizes))
+    return [path for (_, top), so_far in kept if so_far <= CORPUS or top == "." for path in found[top]]
+
+
+def size_of(path: Path) -> int:
+    """In bytes; 0 of what is not there."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

@@ -243,9 +243,8 @@ def is_message(error: Exception) -> bool:
 
 
 def tell(name: str, message: str) -> None:
-    """A message on stderr, led by the script's name, without control characters, as those of a file's name."""
-    said = f"{Path(name).name}: {message}"
-    console("".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in said), "stderr")
+    """A message on stderr, led by the script's name."""
+    console(f"{Path(name).name}: {message}", "stderr")
 
 
 def show(message: str, since: float) -> None:
@@ -254,7 +253,9 @@ def show(message: str, since: float) -> None:
 
 
 def console(text: str, stream: str = "stdout") -> None:
-    """What a stream does not take is lost, and ends nothing; one that has stopped, as by Ctrl-S, is waited for a second."""
+    """Without control characters, as of a file's name. What a stream does not take is lost, and ends nothing; one that has
+    stopped, as by Ctrl-S, is waited for a second."""
+    text = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     file = getattr(sys, stream) or open(os.devnull, "w")
     encoding = getattr(file, "encoding", None) or "utf-8"  # a script's own stream may have none, and no fileno()
     data, taken = f"{text}\n".encode(encoding, "replace"), []
@@ -476,7 +477,7 @@ def check_allocators() -> None:
     package = importlib.util.find_spec("torch") if by_allocators() else None
     library = Path(package.origin).with_name("lib") / "libc10_cuda.so" if package and package.origin else None
     if library and library.exists():
-        command = [sys.executable, "-S", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", f"{library}"]
+        command = [sys.executable, "-P", "-S", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", f"{library}"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if done.returncode == -signal.SIGABRT:
             why = re.search(r"what\(\):\s+(.*)", done.stderr)
@@ -679,9 +680,13 @@ def check_cache(name: str, usual: str = "") -> None:
                 pass
             loads = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
             used, free = any(x.is_dir() for x in os.scandir(folder)), shutil.disk_usage(folder).free
+            owner = os.stat(folder).st_uid
         except OSError as error:
             fault = f"no folder that can be written, {error.strerror}: name another"
             raise LaunchError(f"{name}={folder}: {fault}, or unset it" if given else f"{folder}: {fault} by {name}", 1) from None
+        if not given and owner not in (os.geteuid(), 0):  # as in /tmp, where anybody may have made it
+            fault = f"is of user {owner}, whose code would run as yours"
+            raise LaunchError(f"{folder}: {fault}: remove it, or name another by {name}", 1)
         if not loads:
             raise LaunchError(f"{folder} is mounted noexec, and compiled code could not be loaded: name another by {name}", 1)
         if free < COMPILED and not used:  # that may hold all that is needed
@@ -774,7 +779,7 @@ def bring_flash_attention() -> None:
     folder = ROOT / ".flash_attention" / f"{python}-{torch.__version__}"
     index = os.environ.get("FLASH_ATTENTION_INDEX", f"{WHEELS}/cu{(torch.version.cuda or '').replace('.', '')}")
     ranks_path = os.pathsep.join(filter(None, [f"{folder}", os.environ.get("PYTHONPATH")]))
-    import_it = [sys.executable, "-c", f"import {FLASH_ATTENTION}"]
+    import_it = [sys.executable, "-P", "-c", f"import {FLASH_ATTENTION}"]
     try:
         with alone(folder.parent):
             fault = "" if folder.exists() else install_flash_attention(index, folder)
@@ -796,7 +801,7 @@ def install_flash_attention(index: str, folder: Path) -> str:
     making = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(making, ignore_errors=True)  # of a start that was killed
     options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-user", "--no-deps", "--only-binary=:all:", "--retries=0"]
-    install = [sys.executable, "-m", "pip", "install", *options, "--timeout=10", f"--index-url={index}", f"--target={making}"]
+    install = [sys.executable, "-P", "-m", "pip", "install", *options, "--timeout=10", f"--index-url={index}", f"--target={making}"]
     if fault := failure([*install, "flash-attn-3"]):
         shutil.rmtree(making, ignore_errors=True)
     else:

@@ -17,6 +17,7 @@ import logging
 import mmap
 import operator
 import random
+import re
 import sys
 import warnings
 from collections import deque
@@ -46,6 +47,7 @@ LINES = itertools.count()  # a number that is another each time
 FUNCTION = "function or class"  # begins the text that tells one apart
 SEEDED = {id(x) for x in (random._inst, numpy.random.mtrand._rand, torch.default_generator)}  # in each step, by seed_random
 PYTHONS = id(vars(builtins))  # PyTorch's compiler makes it a global of each module whose functions it compiles
+BY_COMPILER = re.compile(r"_\d{6,}_c\d")  # ends a global of PyTorch's compiler: the id of its value, a compilation's number
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
 BY_NAME = *CALLED, type, torch.dtype, torch.device
 MAPPINGS = dict, MappingProxyType  # others, as an archive of arrays, may read a file for each value
@@ -167,7 +169,8 @@ def slots_of(kind: type) -> list[str]:
 
 
 def named(name: str) -> bool:  # by a script, not by Python or its compiler
-    return not (name.startswith(("_dynamo", "_compiled_call")) or name.startswith("__") and name.endswith("__"))
+    pythons = name.startswith("__") and name.endswith("__")
+    return not (pythons or name.startswith(("_dynamo", "_compiled_call")) or BY_COMPILER.search(name))
 
 
 def own_modules(manager: Any, sources: Sources) -> dict[str, ModuleType]:

@@ -79,9 +79,9 @@ def main(argv: list[str] | None = None) -> None:
                 raise InputError(f"{' '.join(options.logs)}: {len(values)} runs give no σ: it takes two that differ")
             options.sigma, between = t_tests.sigma(values), spread_range(values)
             if group.aside:
-                print(f"Not counted:\n{group.told_aside()}")
+                print(tool.clean(f"Not counted:\n{group.told_aside()}"))
             for caution in cautions(group):
-                print(f"But: {caution}.")
+                print(tool.clean(f"But: {caution}.", one_line=True))
             if lack := options.time and len(group.runs) - len(values):
                 print(f"But: {plural(lack, 'log')} of {len(group.runs)} tell no times.")
         elif options.sigma is None:

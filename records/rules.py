@@ -13,6 +13,7 @@ from groups import Group, names, plural
 from kinds import Normal, same_source
 from runlog import RunLog, resumed_with_changes
 from t_tests import P
+from tool import clean
 from verdict import figure, validation_micro_batch
 
 COMPILER_FLAG = re.compile(
@@ -57,7 +58,7 @@ def check_list(baseline: Group, group: Group, row: dict, target: float) -> str:
         for i in (0, 2, 3, 4, 8):  # what sources prove
             rule, mark, evidence = lines[i]
             lines[i] = rule, OPEN if mark == PROVEN else mark, f"{evidence}; but {names(changed)} went on with changed source"
-    return "\n".join(f"- {mark} {rule}: {evidence}" for rule, mark, evidence in lines)
+    return "\n".join(clean(f"- {mark} {rule}: {evidence}", one_line=True) for rule, mark, evidence in lines)
 
 
 def of_all(rule: Callable[[RunLog, RunLog], tuple[str, str]], baseline: Group, group: Group) -> tuple[str, str]:
@@ -399,4 +400,4 @@ def snippet(baseline: dict, row: dict, target: float) -> str:
     for what, expression, value, form in computed:
         if text := figure(value, form):
             lines.append(f'print("{what}:", f"{{{expression}:{form}}}")  # {text}')
-    return "\n".join([*lines, "```"])
+    return "\n".join(clean(line, one_line=True) for line in [*lines, "```"])  # which is pasted, and run

@@ -522,7 +522,7 @@ def incomplete(log: RunLog, order: list[int], body: bytes) -> str:
 # What made a run, and where: by the parts of its environment, as it started and at each resumption
 
 RESUMED = re.compile(r"^resumed at step (\d{1,9}) from .*, with (?:the same|changed) source.*$", re.MULTILINE)
-CUDA_DEVICE = re.compile(r"Properties\(name='([^']+)'(?:[^\n]{0,400}?\buuid=([\w-]+))?")
+CUDA_DEVICE = re.compile(r"Properties\(name='([^'\n]+)'(?:[^\n]{0,400}?\buuid=([\w-]+))?")
 SMI_ROW = re.compile(
     r"^\| {1,9}\d{1,3} {1,9}(\S[^|\n]{0,80}?) {1,60}(?:On|Off|N/A)? {0,9}\| {1,9}([\dA-Fa-f]{4,8}(?::[\dA-Fa-f]{2}){2}\.\d)",
     re.MULTILINE,

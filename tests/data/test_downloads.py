@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
@@ -30,7 +31,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common import run_fresh, wait_until
+from common import ROOT, run_fresh, wait_until
 from data import cached_fineweb10B, fineweb
 from data.shards import DataError, ShardError, hub_fault, read_shard, write_shard
 
@@ -223,6 +224,13 @@ def test_so_is_a_time_of_more_digits_than_a_number_may_have(tmp_path: Path) -> N
     assert re.fullmatch("cached_fineweb10B.py: error: HF_HUB_ETAG_TIMEOUT='9{40}' in the environment: must be .*\n", done.stderr)
 
 
+def test_so_is_a_token_that_no_header_can_hold_and_it_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_ü")
+    assert hub_fault() == "HF_TOKEN in the environment: must be a token, of ASCII alone, or unset"
+    monkeypatch.setenv("HF_TOKEN", "hf_u")
+    assert not hub_fault()
+
+
 def test_so_is_a_token_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a FIFO, as of `<(pass show token)`, which is empty for the second to read; /dev/null is how to have none."""
     os.mkfifo(tmp_path / "token")
@@ -364,12 +372,11 @@ def test_a_shard_is_on_disk_before_it_has_its_name(tmp_path: Path, shards: dict[
     assert done == [("synced", shard), ("named", shard), ("named", shard), ("synced", inode(tmp_path))]
 
 
-@pytest.mark.parametrize("variable, said", [("HF_HUB_OFFLINE=1", "offline mode"), ("HF_TOKEN=\u00e9", "codec can't encode")])
-def test_what_the_environment_asks_for_is_not_tried_again(hub: Hub, tmp_path: Path, variable: str, said: str) -> None:
-    environment = environment_of(hub, tmp_path) | dict([variable.split("=")])
+def test_what_the_environment_asks_for_is_not_tried_again(hub: Hub, tmp_path: Path) -> None:
+    environment = environment_of(hub, tmp_path) | {"HF_HUB_OFFLINE": "1"}
     command = [*start_command("cached_fineweb10B.py", tmp_path), "0"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert failed_with("(attempt 1 of 5): ", (done.returncode, done.stdout, done.stderr)) and said in done.stderr
+    assert failed_with("(attempt 1 of 5): ", (done.returncode, done.stdout, done.stderr)) and "offline mode" in done.stderr
 
 
 def test_a_killed_download_leaves_only_whole_shards_and_can_be_repeated(
@@ -1097,6 +1104,61 @@ def test_a_file_without_texts_is_named_and_not_kept(here: Here, hub: Hub, conten
     with pytest.raises(SystemExit, match="001.parquet .*(is not a parquet file|has no column text of strings, only (url|text): )"):
         here.make()
     assert not list(here.folder.rglob("001.parquet"))
+
+
+def test_a_name_of_the_hubs_cannot_move_a_cursor_in_a_bar(here: Here, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Bar(fineweb.tqdm):
+        def __init__(self, *given: object, **options: object) -> None:
+            told.append(f"{options.get('desc')}")
+            super().__init__(*given, **options)
+
+        def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
+            told.append(f"{desc}")
+
+    for module in (cached_fineweb10B, fineweb):
+        monkeypatch.setattr(module, "tqdm", Bar)
+    name = f"{PARQUET}/sample/10BT/001.parquet"
+    hub.files[name.replace("001", "\x1b[2J001")] = hub.files.pop(name)
+    here.make()
+    cached_fineweb10B.progress_bar("\x1b[2J001.part", 0, 1).close()
+    assert {r"\x1b[2J001", r"\x1b[2J001.parquet"} <= {*told} and not [text for text in told if "\x1b" in text], told
+
+
+def test_a_worker_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """As where others can write: multiprocessing starts it by python -c."""
+    (tmp_path / "own").mkdir()
+    (script := tmp_path / "own" / "script.py").write_text(f"""
+import sys
+sys.path.insert(0, {f'{ROOT}'!r})
+from data import fineweb
+if __name__ == "__main__":
+    with fineweb.worker_pool(1) as pool:
+        print(pool.submit(len, "abc").result())
+""")
+    for name in ("multiprocessing", "pickle", "socket", "runpy"):
+        (tmp_path / f"{name}.py").write_text(f"open({f'{tmp_path}/ran'!r}, 'a').write(__name__ + ' ')")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.stdout == "3\n" and not (tmp_path / "ran").exists(), done
+
+
+def test_a_small_file_of_endless_text_is_named_before_memory_ends(here: Here, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary of one text, and rows that name it."""
+    text = pyarrow.array(["a" * 1000]).dictionary_encode().take(pyarrow.array([0] * 500))
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), file := BytesIO())
+    hub.files[f"{PARQUET}/sample/10BT/001.parquet"], read = file.getvalue(), []
+    encode = fineweb.load_encoding
+
+    def counted(name: str):
+        encoding = encode(name)
+        return replace(encoding, encode=lambda x: read.append(x) or encoding.encode(x))
+
+    monkeypatch.setattr(fineweb, "MAX_ROW_GROUP", 100_000)
+    monkeypatch.setattr(fineweb, "load_encoding", counted)
+    with pytest.raises(SystemExit, match="001.parquet has more than 100,000 tokens in row group 0"):
+        here.make()
+    assert sum(text.startswith("aaa") for text in read) <= 128
 
 
 def test_a_dead_worker_is_an_error_and_not_a_hang(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

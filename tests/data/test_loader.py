@@ -320,6 +320,9 @@ def test_an_encoding_that_is_not_that_of_finewebs_progress_is_refused(folder):
     check(folder)
     with pytest.raises(DataError, match="/progress.json: its shards were not made for --encoding=r50k_base: give --encoding=gpt2$"):
         check(folder, encoding="r50k_base")
+    (folder / "progress.json").write_text('{"recipe": {"encoding": "a;\\n$(touch x)"}}')
+    with pytest.raises(DataError, match=r"give '--encoding=a; \$\(touch x\)'$"):  # to be pasted
+        check(folder, encoding="gpt2")
     write(folder, documents([40] * 10), index=9)  # beside another's
     check(folder, encoding="r50k_base")
 

@@ -64,9 +64,13 @@ def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     server.server_close()
 
 
-def test_it_is_fetched_once_and_the_ranks_import_it(hopper, capsys):
+def test_it_is_fetched_once_and_the_ranks_import_it(hopper, capsys, tmp_path, monkeypatch):
+    for name in ("pip", "logging", "flash_attn_interface"):  # of the folder where the user stands
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
     wheel(hopper, "WHICH = 3")
     start.bring_flash_attention()
+    (tmp_path / "flash_attn_interface.py").unlink()
     assert "FlashAttention 3: looking in http://127.0.0.1" in (said := capsys.readouterr().out) and "3: ready (" in said
     found = subprocess.run([sys.executable, "-c", "import flash_attn_interface as f; print(f.WHICH)"], capture_output=True)
     assert found.stdout == b"3\n" and os.environ["PYTHONPATH"].endswith(":before")

@@ -622,6 +622,12 @@ def test_a_shard_that_is_not_there_between_others_is_told(start, shards, tmp_pat
     code, lines, started = start(*options(shards, tmp_path), f"--data={tmp_path}")
     told = "data: local_train_000003.bin follows local_train_000001.bin: what lay between is not trained on"
     assert code == 0 and started and lines.count(told) == 1, lines
+    for number in (1, 3):
+        shutil.copy(tmp_path / shard_name("local", "train", number), tmp_path / f"\x1b[2J_train_{number:06d}.bin")
+    lines = start(*options(shards, tmp_path), f"--data={tmp_path}")[1]
+    assert told.replace("local", r"\x1b[2J") in lines, lines
+    for number in (1, 3):
+        (tmp_path / f"\x1b[2J_train_{number:06d}.bin").unlink()
     os.rename(tmp_path / shard_name("local", "train", 3), tmp_path / shard_name("local", "train", 2))
     assert not [line for line in start(*options(shards, tmp_path), f"--data={tmp_path}")[1] if " follows " in line]
     assert not [*launcher.gaps({f"my_train_{i}.bin": "CRC-32 0" for i in range(12)})]  # numbers, not texts
@@ -1404,6 +1410,25 @@ if __name__ == "__main__":
     how = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path, "env": {**os.environ, **ascii_alone}}
     done = subprocess.run(command, **how)
     assert done.returncode == 0 and done.stdout.endswith("\nutf-8 ascii\n"), done
+
+
+def test_compiled_code_of_another_user_does_not_run(tmp_path, monkeypatch):
+    """Anybody may make the folder in /tmp, and what lay there ran. One that is named by the variable is meant."""
+    stat, other = os.stat, os.geteuid() + 1
+
+    def owned(path, *how, **given):
+        found = stat(path, *how, **given)
+        mine = f"{path}" != f"{tmp_path}"
+        return found if mine else os.stat_result([*found[:4], other, *found[5:10]])
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    launcher.check_cache("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}")
+    monkeypatch.setattr(os, "stat", owned)
+    said = f"{tmp_path}: is of user {other}, whose code would run as yours: remove it, or name another by TORCHINDUCTOR_CACHE_DIR"
+    with pytest.raises(launcher.LaunchError, match=said):
+        launcher.check_cache("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}")
+    launcher.check_cache("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
 
 
 @pytest.mark.parametrize(

@@ -601,6 +601,24 @@ def test_the_snippet_runs_and_prints_its_own_comments(two_groups, capsys):
     assert "| <number> | 1.183 minutes | <description> |" in out and "losses = [3.2752, 3.2771, 3.2785]" in code
 
 
+@pytest.mark.parametrize("code", ["import os", "[x] 9. p"])
+@pytest.mark.parametrize("line_break", ["\n", "\r", "\x0c"])
+@pytest.mark.parametrize("names", [runlog.CUDA_DEVICE, re.compile("Properties\\(name='([^']+)'(?:uuid=([\\w-]+))?")], ids=["now", "then"])
+def test_a_logs_text_adds_no_line_to_what_is_pasted_and_run(tmp_path, capsys, monkeypatch, code, line_break, names):
+    """A GPU's name with a line break in it was code of --snippet, and a rule of --rules. then: by what was taken for a name."""
+    monkeypatch.setattr(runlog, "CUDA_DEVICE", names)
+    odd = f"B{line_break}{code}#"
+    folders = [
+        write_runs(tmp_path / name, times, [3.2752, 3.2771, 3.2785], environment=ENVIRONMENT.replace("NVIDIA H100 80GB HBM3", gpu))
+        for name, times, gpu in (("a", [80_000, 81_000, 82_500], "A"), ("b", [70_000, 71_000, 72_000], odd))
+    ]
+    compare.main([*folders, "--snippet", "--rules"])
+    out = capsys.readouterr().out
+    pasted = out.partition("```python\n")[2].partition("```")[0]
+    assert [line.partition(" ")[0] for line in pasted.splitlines()[:5]] == ["import", "", "losses", "times", "baseline_times"]
+    assert not re.search(r"^\s*(import os|\[x\] 9)", out, re.MULTILINE)
+
+
 NO_PYTHON = "\nx = = 1\n"  # as what a later one reads
 TOO_LONG = "\nLONG = (" + " +\n".join(['"a"'] * 400) + ")\n"
 TOO_DEEP = "\ndef forward(x):\n    if x: pass\n" + "".join(f"    elif x == {i}: return\n" for i in range(300))

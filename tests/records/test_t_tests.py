@@ -167,6 +167,14 @@ def test_the_plan(capsys, tmp_path):
         log.write_bytes(log.read_bytes().replace(b"seed=1", b"seed=0").replace(b"seed=2", b"seed=0"))
     plan.main(["0.01", runs])
     assert "\nBut: all 3 runs of logs have seed 0: " in "\n" + capsys.readouterr().out
+    kept = {log: log.read_bytes() for log in sorted((tmp_path / "runs").iterdir())}
+    for i, (log, text) in enumerate(kept.items()):
+        log.write_bytes(text.replace(b"\nattention: ", b"\nproducts: fp32" + b"\x1b[2J" * (i == 0) + b"\nattention: "))
+    plan.main(["0.01", runs])
+    told = capsys.readouterr().out
+    assert r"fp32\x1b[2J" in told and "\x1b" not in told
+    for log, text in kept.items():
+        log.write_bytes(text)
     (cut := tmp_path / "runs" / "cut.txt").write_bytes(made_logs.make_log(lines=made_logs.step_lines(4, total=8)))
     plan.main(["0.01", runs])
     assert f"Not counted:\n  {cut}: cut short at step 4/8\n" in (told := capsys.readouterr().out) and said in told

@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run ends with the bits of one that never stopped, on any number of ranks, after any kill."""
 
+import errno
 import functools
 import hashlib
 import io
@@ -456,6 +457,31 @@ def test_another_runs_log_is_not_written_over(unbroken, shards, tmp_path, capsys
         main(options(shards, tmp_path, **BF16, resume=unbroken / "run" / END))
     assert "run.txt is not the log of the checkpoint's run: move it, or give another --run_id" in capsys.readouterr().err
     assert (tmp_path / "logs" / "run.txt").read_text() == "mine\n"
+
+
+def test_a_log_that_cannot_be_replaced_is_refused_at_the_start(unbroken, shards, tmp_path, capsys, monkeypatch):
+    """As of another user in a folder like /tmp, or mounted by itself: the run trained to its end, and none of its checkpoints
+    could be resumed."""
+    shutil.copytree(unbroken, tmp_path / "logs")
+    before, replace = (log := tmp_path / "logs" / "run.txt").read_bytes(), os.replace
+
+    def busy(source: Path, target: Path) -> None:
+        if f"{target}" == f"{log}":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), f"{source}")
+        replace(source, target)
+
+    more = {**BF16, "save_every": 2, "resume": f"{tmp_path / 'logs' / 'run' / 'step_000006.pt'}"}
+    settings = tiny_settings(shards, tmp_path, **more)
+    check_start(train_gpt, settings, 1)
+    assert log.read_bytes() == before
+    monkeypatch.setattr(os, "replace", busy)
+    said = "run.txt: Device or resource busy: it cannot be replaced by the log of the run that goes on: see to it, or give another"
+    with pytest.raises(OSError, match=said):
+        check_start(train_gpt, settings, 1)
+    with pytest.raises(SystemExit):
+        main(options(shards, tmp_path, **more))
+    assert said in capsys.readouterr().err
+    assert log.read_bytes() == before and not [*(tmp_path / "logs").glob("*.bankrun.tmp")]
 
 
 @pytest.mark.parametrize("run_id", ["", "run"])

@@ -581,6 +581,20 @@ def test_hidden_folders_and_environments_are_not_read(tree):
     assert found == {"idea.py", "empty/__init__.py", "empty/used.py", "unused.py"}
 
 
+def test_a_corpus_in_the_project_is_not_held_in_memory(tree, monkeypatch):
+    """Each rank held all of it. What the script imports of its folder is in the log all the same."""
+    root, _ = tree
+    (root / "corpus" / "deep").mkdir(parents=True)
+    for i in range(3):
+        (root / "corpus" / "deep" / f"x{i}.py").write_text("#" * 1000)
+    assert sum(path.parent.name == "deep" for path in python_files(root)) == 3
+    monkeypatch.setattr(launch_sources, "CORPUS", 2900)
+    assert not [path for path in python_files(root) if path.parent.name == "deep"] and root / "empty" / "used.py" in python_files(root)
+    (root / "idea.py").write_text("import corpus.deep.x1\n" + "#" * 5000)
+    assert [*Sources(root / "idea.py").imported()] == ["idea.py", "corpus/deep/x1.py"]
+    assert root / "idea.py" in python_files(root)
+
+
 def test_a_header_can_be_split_back():
     texts = {"ideas/idea.py": "x = 1\r\n\n", "data/a.py": "", "runtime/é.py": "'é'"}
     header = log_header(texts, ["Python 3", "settings"])

@@ -460,11 +460,13 @@ def test_what_is_no_state_of_an_ideas_is_not_told(monkeypatch, tmp_path, case):
 def test_what_the_compiler_leaves_in_a_scripts_globals_is_not_told(monkeypatch):
     """Python's own names, under one of the compiler's: a caution of every compiled run."""
     idea = ModuleType("idea")
-    exec("def passes(x):\n    return x * len(x.shape)", vars(idea))
+    exec("from collections import namedtuple\nPart = namedtuple('Part', 'x')\n"
+         "def passes(x):\n    return Part(x).x * len(x.shape)", vars(idea))  # fmt: skip
     monkeypatch.setattr(launch.unsaved, "own_modules", lambda *_: {"idea": idea})
     before = kept_outside(SimpleNamespace(), None)
     torch.compile(idea.passes, backend="eager")(torch.ones(3))
     assert any(value is vars(builtins) for name, value in vars(idea).items() if name != "__builtins__")
+    assert any(name.startswith("___unnamed_scope") for name in vars(idea))
     assert launch.unsaved.differing(before, kept_outside(SimpleNamespace(), None)) == []
 
 
