@@ -11,6 +11,7 @@ recipe the sample.py beside its own sources (records/extract.py LOG again; pytho
 """
 
 import argparse
+import contextlib
 import importlib.util
 import math
 import os
@@ -25,8 +26,9 @@ from typing import Any
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # also while it imports: there is nothing to undo
 
+launcher: dict[str, Any] = {}  # what launch/start.py defines, if this is started and not imported
 if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
-    launcher, early, root = {}, argparse.ArgumentParser(add_help=False), Path(__file__).resolve().parent
+    early, root = argparse.ArgumentParser(add_help=False), Path(__file__).resolve().parent
     own, starter = f"{root}/train_gpt.py", f"{root}/launch/start.py"
     if sys.version_info < (3, 11) and os.path.exists(starter):  # it cannot import the rest
         runpy.run_path(f"{root}/launch/environment.py")["go_on"]("requirements.txt")
@@ -37,6 +39,7 @@ if __name__ == "__main__":  # as in a run, a script finds the modules beside it 
         try:
             launcher["check_standing"]()
             launcher["check_names"](script)
+            runpy.run_path(f"{root}/launch/environment.py")["check_names_of_files"]("sample.py")
         except launcher["LaunchError"] as error:
             launcher["tell"]("sample.py", f"error: {error.args[0]}")
             sys.exit(error.args[1])
@@ -200,7 +203,12 @@ def main(argv: list[str] | None = None) -> None:
         args.script.open("rb").close()
     except OSError as error:
         parser.error(f"--script={args.script}: {error.strerror}")
-    if args.script.suffix != ".py" or not hasattr(trainer := load_script(args.script), "Hyperparameters"):
+    try:
+        with launcher["modules_beside_told"](Path(os.path.realpath(args.script))) if launcher else contextlib.nullcontext():
+            trainer = load_script(args.script) if args.script.suffix == ".py" else None
+    except launcher.get("LaunchError", ()) as error:
+        raise SystemExit(f"sample.py: error: {error.args[0]}") from None
+    if not hasattr(trainer, "Hyperparameters"):
         parser.error(f"--script={args.script}: is no training script, such as train_gpt.py")
     try:
         text = sample(trainer, args.checkpoint, args.prompt, args.tokens, args.temperature, args.nucleus, args.log_dir)

@@ -554,6 +554,9 @@ CHANGES = {  # by file: what, tests, old, new
          "faults/environment::test_threads_are_told_to_wait_asleep_before_pytorch_loads", 'os.environ.pop("OMP_DYNAMIC", None)', "pass"),
     ),
     "launch/console.py": (
+        ("matplotlib waits for a FIFO of the current folder",
+         "faults/tools::test_who_asks_for_files_gets_them_though_nobody_reads_what_is_printed",
+         'with contextlib.chdir(there if os.path.isdir(there) else "."):', 'with contextlib.chdir("."):'),
         ("a ~ of nobody's is a folder's name", "faults/start::test_a_mistake_is_one_message_before_any_rank_starts",
          '    if path.startswith("~"):', "    if False:"),
         ("an option's beginning is another option", "faults/start::test_a_script_named_without_its_ending_is_told",
@@ -602,6 +605,9 @@ CHANGES = {  # by file: what, tests, old, new
          "            _left[stream] = rest\n", "            _left[stream] = end.encode()\n"),
     ),
     "launch/environment.py": (
+        ("a tool imports what hides a package",
+         "faults/environment::test_a_file_of_the_users_that_hides_a_module_is_named_by_every_tool",
+         "if module in library or any(map(os.path.isfile, installed)):", "if module in library:"),
         ("pip is imported from the current folder", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
          'not in ELSEWHERE}, PYTHONSAFEPATH="1")', "not in ELSEWHERE})"),
         ("pip is looked for in the current folder", "faults/environment::test_what_sends_pip_elsewhere_is_not_heeded",
@@ -962,6 +968,12 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a file beside a script that hides one of ours ends in a traceback",
+         "faults/start::test_a_file_beside_a_script_that_hides_one_of_ours_is_named",
+         "isinstance(error, (ImportError, AttributeError)) and lacking in own", "None"),
+        ("a file of the root that hides a package is seen by the ranks alone",
+         "faults/start::test_a_file_of_the_projects_root_that_hides_a_package_is_named",
+         "near = {path.parent: 0, ROOT: 0}", "near = {path.parent: 0}"),
         ("compiled code of another user runs", "faults/start::test_compiled_code_of_another_user_does_not_run",
          "if not given and owner not in (os.geteuid(), 0):", "if False:"),
         ("FlashAttention is looked for in the current folder", "faults/flash_attention::test_it_is_fetched_once_and_the_ranks_import_it",

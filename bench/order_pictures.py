@@ -1,12 +1,12 @@
 """Pictures of a step's schedule: a Gantt chart of both lanes, and a file for chrome://tracing or ui.perfetto.dev."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.schedule_model import COMMUNICATION, COMPUTE, ModelError, Operation, Span, exposures
 from data.shards import whole_file
+from launch.console import own_pictures
 
 COLOURS = {"reduce": "#00798c", "gather": "#66a182", "update": "#edae49"}  # by the last word of an operation's name
 OTHER = "#b9a3c9"  # what stands before reductions, in launches and behind gathers
@@ -18,9 +18,9 @@ TALLEST, LETTER = 0.82, 0.008  # of a lane's height; of the step's time: a name 
 def gantt(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], path: Path) -> None:
     """A panel for each (title, operations, spans), one time axis: both lanes, and in red where no arithmetic runs.
     Raises ModelError if the picture cannot be drawn or written."""
-    os.environ["MPLBACKEND"] = "agg"  # none that a user asks for, which may not be there
     try:
-        import matplotlib
+        with own_pictures():
+            import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import difflib
 import gc
+import importlib.util
 import io
 import os
 import select
@@ -198,6 +199,17 @@ def user_path(text: str) -> Path:
 
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")  # that matplotlib writes
+
+
+@contextlib.contextmanager
+def own_pictures() -> Iterator[None]:
+    """While matplotlib is imported: it reads a matplotlibrc of the current folder first, whatever that is, then the user's. Here
+    the current folder is its own."""
+    spec = importlib.util.find_spec("matplotlib")
+    there = os.path.join(os.path.dirname(spec.origin), "mpl-data") if spec and spec.origin else "."
+    os.environ["MPLBACKEND"] = "agg"  # none that a user asks for, which may not be there
+    with contextlib.chdir(there if os.path.isdir(there) else "."):
+        yield
 
 
 def output_file(*suffixes: str) -> Callable[[str], Path]:

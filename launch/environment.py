@@ -19,15 +19,23 @@ if __name__ == "__main__":
 import os
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+OURS = ("bench", "data", "launch", "records", "runtime", "tests")  # folders, whatever else is installed
+OURS += ("attention", "cpu", "no_triton", "sample", "tail_averages", "tracer", "train_gpt", "triton_kernels")
 
 
 def check_names_of_files(tool):
-    """Raises SystemExit for a .py in the project's root with the name of one of Python's: tools, and pytest, would import it."""
+    """Raises SystemExit for a file or package in the project's root with the name of one of Python's modules, or of an installed
+    one: tools, and pytest, would import it."""
     library = getattr(sys, "stdlib_module_names", ())  # from 3.10 on
+    sites = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     for name in sorted(os.listdir(ROOT)) if os.access(ROOT, os.R_OK) else ():
-        if name.endswith(".py") and name[:-3] in library:
-            hides = "{}: error: {} hides the module {!r} that others import: rename it"
-            sys.exit(hides.format(tool, os.path.join(ROOT, name), name[:-3]))
+        module = name[:-3] if name.endswith(".py") else name
+        path = os.path.join(ROOT, name)
+        if module in OURS or not (name.endswith(".py") or os.path.isfile(os.path.join(path, "__init__.py"))):
+            continue
+        installed = (os.path.join(site, module + end) for site in sites for end in (".py", "/__init__.py"))
+        if module in library or any(map(os.path.isfile, installed)):
+            sys.exit("{}: error: {} hides the module {!r} that others import: rename it".format(tool, path, module))
 
 
 if __name__ == "launch.environment":  # a tool imports it first

@@ -410,14 +410,19 @@ def load(path: Path) -> ModuleType:
         raise LaunchError(import_fault(error), 1) from None
     import torch  # now sure to be there
 
-    for file in (*path.parent.glob("*.py"), *(file.parent for file in path.parent.glob("*/__init__.py"))):
+    near = {path.parent: 0, ROOT: 0}
+    packages = (file.parent for folder in near for file in folder.glob("*/__init__.py"))
+    for file in (*(file for folder in near for file in folder.glob("*.py")), *packages):
         if "site-packages" in f"{getattr(sys.modules.get(module_at(file)), '__file__', None)}":  # PyTorch's, say
             raise LaunchError(HIDES.format(file, module_at(file)), 1)
     sys.path[:0] = [f"{path.parent}", f"{ROOT}"]  # as in a rank
     spec = importlib.util.spec_from_file_location("launched_script", path)
     module = sys.modules["launched_script"] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with modules_beside_told(path):
+            spec.loader.exec_module(module)
+    except LaunchError:
+        raise
     except (ValueError, OSError, subprocess.CalledProcessError):  # which are messages where this file's own code raises them
         raise SystemExit(traceback.format_exc().rstrip()) from None
     except ModuleNotFoundError as error:
@@ -442,6 +447,24 @@ def load(path: Path) -> ModuleType:
     python = f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}"
     show(f"environment: {sys.executable}, {python}, {f'{gpus} x ' if gpus else ''}{devices}", begun)
     return module
+
+
+@contextlib.contextmanager
+def modules_beside_told(script: Path) -> Iterator[None]:
+    """While a script is imported: raises LaunchError for a file beside it that is found in place of one of the project's modules,
+    and lacks what others import of it, as a sample.py of the user's own; what else fails there has a note. A changed copy of one
+    is an idea's right. sample.py asks, too."""
+    try:
+        yield
+    except Exception as error:
+        own = {f"{file}": file.stem for x in MODULES if (file := script.parent / f"{x}.py").parent != ROOT}
+        lacking = getattr(error, "path", None) or getattr(getattr(error, "obj", None), "__file__", None)  # of an AttributeError
+        if isinstance(error, (ImportError, AttributeError)) and lacking in own:
+            raise LaunchError(f"{one_line(error)}: {HIDES.format(lacking, own[lacking])}", 1) from None
+        ran = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
+        if ran:
+            error.add_note(f"{ran[-1]} is imported in place of the project's: rename it, if that is not meant")
+        raise
 
 
 def cut_package(error: BaseException) -> str:

@@ -1,14 +1,14 @@
 """The pictures: of a comparison (compare.py --plot), and of a record's losses alone (history.py --picture)."""
 
 import math
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ["MPLBACKEND"] = "agg"  # none that a user asks for, which may not be there
+from launch.console import own_pictures
 
-import matplotlib
+with own_pictures():
+    import matplotlib
 import numpy as np
 import t_tests
 import verdict

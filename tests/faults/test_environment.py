@@ -204,20 +204,23 @@ def test_what_sends_pip_elsewhere_is_not_heeded(tmp_path):
     assert done.returncode == 1 and done.stderr.endswith("pip config unset global.python\n"), done.stderr
 
 
+@pytest.mark.parametrize("file", ["logging.py", "numpy.py", "scipy/__init__.py"])
 @pytest.mark.parametrize("command", ["test.sh", "data/local_text.py", "records/compare.py", "bench/order.py", "sample.py"])
-def test_a_file_of_the_users_that_hides_a_module_is_named_by_every_tool(tmp_path, command):
+def test_a_file_of_the_users_that_hides_a_module_is_named_by_every_tool(tmp_path, command, file):
     """Beside train_gpt.py, where it began: each ended in a traceback. run.sh names it too: tests/faults/test_start.py."""
     root = Path(environment.ROOT)
     for folder in ("launch", "data", "records", "bench"):
-        for file in root.glob(f"{folder}/*.py"):
-            (tmp_path / folder).mkdir(exist_ok=True)
-            shutil.copy(file, tmp_path / folder)
+        (tmp_path / folder).mkdir()
+        for module in root.glob(f"{folder}/*.py"):
+            shutil.copy(module, tmp_path / folder)
     for name in ("test.sh", "sample.py", "train_gpt.py", "requirements.txt"):
         shutil.copy(root / name, tmp_path)
-    (tmp_path / "logging.py").write_text("x = 1")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("x = 1")
+    path, name = tmp_path / file.replace("/__init__.py", ""), re.match(r"\w+", file)[0]
     begin = ["bash"] if command == "test.sh" else [sys.executable]
     done = subprocess.run([*begin, tmp_path / command, "--help"], capture_output=True, text=True, timeout=60)
-    said = f"{Path(command).name}: error: {tmp_path}/logging.py hides the module 'logging' that others import: rename it\n"
+    said = f"{Path(command).name}: error: {path} hides the module '{name}' that others import: rename it\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 

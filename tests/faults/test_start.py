@@ -720,6 +720,43 @@ def test_a_package_beside_a_script_that_hides_one_of_ours_is_named(start, shards
     assert (code, started) == (1, ()) and lines[-1] == f"idea.py: error: {said}", lines
 
 
+@pytest.mark.parametrize("name", ["attention", "cpu", "sample", "tail_averages", "tracer", "triton_kernels"])
+def test_a_file_beside_a_script_that_hides_one_of_ours_is_named(start, shards, tmp_path, name):
+    """As a sample.py of the user's own: a traceback, of an import that failed. A changed copy of ours is an idea's right."""
+    shutil.copy(SCRIPT, script := tmp_path / "idea.py")
+    (tmp_path / f"{name}.py").write_text("import torch\n")
+    ours = {name: sys.modules.pop(name)} if name in sys.modules else {}
+    try:
+        code, lines, started = start(script, *options(shards, tmp_path))
+        assert (code, started) == (1, ()) and len(lines) == 1, lines
+        said = f": {tmp_path}/{name}.py hides the module '{name}' that others import: rename it"
+        assert "has no attribute" in lines[0] or "cannot import name" in lines[0]
+        assert lines[0].endswith(said), lines
+        sys.modules.pop(name, None)
+        (tmp_path / f"{name}.py").write_text("import no_such_model\n")
+        with pytest.raises(ModuleNotFoundError) as error:
+            start(script, *options(shards, tmp_path))
+        note = f"{tmp_path}/{name}.py is imported in place of the project's: rename it, if that is not meant"
+        assert error.value.__notes__ == [note]
+        if name == "sample":  # the others register operators, once a process
+            shutil.copy(ROOT / f"{name}.py", tmp_path)
+            assert start(script, *options(shards, tmp_path))[0] == 0
+    finally:
+        sys.modules.pop(name, None)
+        sys.modules.update(ours)
+
+
+def test_a_file_of_the_projects_root_that_hides_a_package_is_named(start, shards, tmp_path, monkeypatch):
+    """Each rank ended in a traceback, where the script lies elsewhere."""
+    monkeypatch.setattr(launcher, "ROOT", root := tmp_path / "project")
+    root.mkdir()
+    (root / "torch.py").touch()
+    (tmp_path / "ideas").mkdir()
+    shutil.copy(SCRIPT, script := tmp_path / "ideas" / "idea.py")
+    with pytest.raises(launcher.LaunchError, match=f"{root}/torch.py hides the module 'torch' that others import: rename it"):
+        launcher.load(script)
+
+
 @pytest.mark.parametrize("name", ["copy.py", "queue.py", "sample.py", "tail_averages.py", "torch.py"])
 def test_a_script_that_hides_a_module_is_refused(start, shards, tmp_path, name):
     shutil.copy(SCRIPT, tmp_path / name)

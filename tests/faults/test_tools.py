@@ -433,7 +433,7 @@ def test_who_asks_for_files_gets_them_though_nobody_reads_what_is_printed(tmp_pa
     for name in "ab":
         write_runs(tmp_path / "logs" / name, [80_000, 81_000], [3.27, 3.28])
     (tmp_path / "step.json").write_text(STEP)
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True")
+    os.mkfifo(tmp_path / "matplotlibrc")  # of the current folder: it was waited for
     for page in (tmp_path / "README.md", tmp_path / "records" / "README.md"):
         page.parent.mkdir(exist_ok=True)
         page.write_text(f"{history.BEGIN}\n{history.END}\n")
