@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from common import HAS_TRITON, ROOT, copy_project, exit_code, forked, text_of, wait_until
-from launch import environment
+from launch import environment, start
 
 LINUX = {"platform_system": "Linux", "platform_machine": "x86_64", "sys_platform": "linux"}
 MAC = {"platform_system": "Darwin", "platform_machine": "arm64", "sys_platform": "darwin"}
@@ -217,6 +217,7 @@ def test_a_file_of_the_users_that_hides_a_module_is_named_by_every_tool(tmp_path
         shutil.copy(root / name, tmp_path)
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("x = 1")
+    assert {*start.MODULES} < {*environment.OURS}
     path, name = tmp_path / file.replace("/__init__.py", ""), re.match(r"\w+", file)[0]
     begin = ["bash"] if command == "test.sh" else [sys.executable]
     done = subprocess.run([*begin, tmp_path / command, "--help"], capture_output=True, text=True, timeout=60)
