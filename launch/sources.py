@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import cache_from_source, find_spec, spec_from_file_location
@@ -417,13 +417,15 @@ def variables_of(environment: list[str]) -> dict[str, str]:
     return found
 
 
-def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -> None:
+def check_unused(log: Path, resumed: Path | None = None, settings: Any = None, whole_file: Callable | None = None) -> None:
     """Raise ValueError if there is a run's log already, or a folder of its checkpoints, which a new run would delete, or what
     its trace would replace, if settings ask for one.
-    resumed: a checkpoint; that the log is of its run is for Log to see, and what lies beside the checkpoint is of its run."""
+    resumed: a checkpoint; that the log is of its run is for Log to see, and what lies beside the checkpoint is of its run.
+    whole_file: data/shards.py's, by which the log will be replaced; none of older scripts."""
     folder, advice = log.with_suffix(""), "move it, or give another --run_id or --log_dir"
     if resumed and (holds_run(log) or resumed.resolve().parent == folder.resolve()):
-        check_replaceable(log)
+        if whole_file and log.is_file():
+            check_replaceable(log, whole_file)
         return
     if holds_run(log):
         raise ValueError(f"{log} is another run's log: {advice}")
@@ -434,19 +436,16 @@ def check_unused(log: Path, resumed: Path | None = None, settings: Any = None) -
         raise ValueError(f"{trace} is there, another run's trace or a file of yours: {advice}")
 
 
-def check_replaceable(log: Path) -> None:
+def check_replaceable(log: Path, whole_file: Callable) -> None:
     """Raise OSError if a log that is there could not be cut where its run goes on, as in a folder of another user or mounted by
     itself: the run would train to its end, and its checkpoints would not fit what is there. Tried, with its own content."""
-    if log.is_file():
-        from data.shards import whole_file  # not above: the tools in records/ need no NumPy
-
-        try:
-            content = log.read_bytes()
-            with whole_file(log) as file:
-                file.write(content)
-        except OSError as error:
-            fault = f"{error.strerror or error}: it cannot be replaced by the log of the run that goes on"
-            raise OSError(f"{log}: {fault}: see to it, or give another --log_dir") from error
+    try:
+        content = log.read_bytes()
+        with whole_file(log) as file:
+            file.write(content)
+    except OSError as error:
+        fault = f"{error.strerror or error}: it cannot be replaced by the log of the run that goes on"
+        raise OSError(f"{log}: {fault}: see to it, or give another --log_dir") from error
 
 
 def holds_run(log: Path) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from data.loader import FetchedAhead, tokens_taken
-from data.shards import check_free, keep_lock, lock_run, unlock_run
+from data.shards import check_free, keep_lock, lock_run, unlock_run, whole_file
 from launch.console import AgreedError, RunError, Stopped, encoded, tell
 from launch.machine import check_common, checksum, checksums, peak_memory, refuse_lack_of_memory, refuse_lack_of_room
 from launch.nests import differences, map_tensors, non_finite
@@ -78,7 +78,7 @@ class Run:
         ranks.on_all(lambda: ranks.first and self.locks.append(lock_run(Path(s.log_dir, f"{s.run_id}.lock"), tell)))
         new = s.resume == checkpoints.LATEST and {*checkpoints.checkpoints(path.parent)} - {*there}
         ranks.raise_together(RunError(f"run {s.run_id} has saved a checkpoint meanwhile: start again") if new else None)
-        ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path, s) if ranks.first else (str,))
+        ranks.on_all(*(check_unused, Path(s.log_dir, f"{s.run_id}.txt"), path, s, whole_file) if ranks.first else (str,))
         self.layout, self.outside = map_tensors(lambda x: x, manager.layout(1)), kept_outside(manager, self.sources)  # copies
         room = checkpoints.check_room, self.folder, self.layout, ranks.world_size, s.keep_checkpoints
         ranks.on_all(*(*room, len(self.saved_steps)) if ranks.first and s.save_every else (str,))
@@ -272,7 +272,7 @@ def check_start(script: ModuleType, settings: Any, world_size: int) -> None:
         run_id, first = run_id or saved["run_id"], saved["step"]
     if run_id:
         check_free(Path(s.log_dir, f"{run_id}.lock"))
-        check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s)
+        check_unused(Path(s.log_dir, f"{run_id}.txt"), path, s, whole_file)
     folder, odd = Path(s.log_dir, run_id if s.save_every else ""), manager.layout(1)
     checkpoints.check_room(folder, odd if s.save_every else {}, world_size, s.keep_checkpoints, len(saved_steps(s, first)))
     s.resume or script.check_shards(s)
