@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
         with launcher["modules_beside_told"](Path(os.path.realpath(args.script))) if launcher else contextlib.nullcontext():
             trainer = load_script(args.script) if args.script.suffix == ".py" else None
     except launcher.get("LaunchError", ()) as error:
-        raise SystemExit(f"sample.py: error: {error.args[0]}") from None
+        raise SystemExit(printable(f"sample.py: error: {error.args[0]}")) from None
     if not hasattr(trainer, "Hyperparameters"):
         parser.error(f"--script={args.script}: is no training script, such as train_gpt.py")
     try:

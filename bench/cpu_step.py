@@ -4,8 +4,8 @@
 
 A pair of steps of the last stage, without and with Adam, on synthetic tokens: first as training runs them, then with every
 operation of PyTorch timed where it is called, and last each product by itself, its operands in the same dtypes and layouts, in
-the cache. Medians over PAIRS, of the first rank, a markdown table for a mean step. "by itself" is the time that the library
-takes for the same products with nothing between them. What is left to win: the lines below the products. The last is the rest
+the cache. Of PAIRS of them the one of median time, on the first rank, as a markdown table for a mean step. "by itself" is the
+time that the library takes for the same products with nothing between them. What is left to win: the lines below the products. The last is the rest
 of a step: below 0 where the steps with timed operations took longer than those without.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.schedule_model import COMMUNICATION, COMPUTE, ModelError, Operation, Span, exposures
 from data.shards import whole_file
-from launch.console import own_pictures
+from launch.console import without_matplotlibrc
 
 COLOURS = {"reduce": "#00798c", "gather": "#66a182", "update": "#edae49"}  # by the last word of an operation's name
 OTHER = "#b9a3c9"  # what stands before reductions, in launches and behind gathers
@@ -19,7 +19,7 @@ def gantt(steps: Sequence[tuple[str, Sequence[Operation], Mapping[str, Span]]], 
     """A panel for each (title, operations, spans), one time axis: both lanes, and in red where no arithmetic runs.
     Raises ModelError if the picture cannot be drawn or written."""
     try:
-        with own_pictures():
+        with without_matplotlibrc():
             import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

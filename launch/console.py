@@ -202,9 +202,9 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", "
 
 
 @contextlib.contextmanager
-def own_pictures() -> Iterator[None]:
-    """While matplotlib is imported: it reads a matplotlibrc of the current folder first, whatever that is, then the user's. Here
-    the current folder is its own."""
+def without_matplotlibrc() -> Iterator[None]:
+    """For matplotlib's import, which reads the matplotlibrc of the current folder, whatever that is, or else the user's: meanwhile
+    the current folder is the package's, with the file that it comes with."""
     spec = importlib.util.find_spec("matplotlib")
     there = os.path.join(os.path.dirname(spec.origin), "mpl-data") if spec and spec.origin else "."
     os.environ["MPLBACKEND"] = "agg"  # none that a user asks for, which may not be there

@@ -410,7 +410,7 @@ def load(path: Path) -> ModuleType:
         raise LaunchError(import_fault(error), 1) from None
     import torch  # now sure to be there
 
-    near = {path.parent: 0, ROOT: 0}
+    near = dict.fromkeys((path.parent, ROOT))
     packages = (file.parent for folder in near for file in folder.glob("*/__init__.py"))
     for file in (*(file for folder in near for file in folder.glob("*.py")), *packages):
         if "site-packages" in f"{getattr(sys.modules.get(module_at(file)), '__file__', None)}":  # PyTorch's, say
@@ -457,7 +457,7 @@ def modules_beside_told(script: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = {f"{file}": file.stem for x in MODULES if (file := script.parent / f"{x}.py").parent != ROOT}
+        own = {f"{script.parent / name}.py": name for name in MODULES} if script.parent != ROOT else {}
         lacking = getattr(error, "path", None) or getattr(getattr(error, "obj", None), "__file__", None)  # of an AttributeError
         if isinstance(error, (ImportError, AttributeError)) and lacking in own:
             raise LaunchError(f"{one_line(error)}: {HIDES.format(lacking, own[lacking])}", 1) from None

@@ -6,7 +6,6 @@ more, and what differs is told.
 """
 
 import array
-import builtins
 import contextlib
 import functools
 import gc
@@ -46,8 +45,8 @@ CUT = ""  # a name that is none: not all has been looked at
 LINES = itertools.count()  # a number that is another each time
 FUNCTION = "function or class"  # begins the text that tells one apart
 SEEDED = {id(x) for x in (random._inst, numpy.random.mtrand._rand, torch.default_generator)}  # in each step, by seed_random
-PYTHONS = id(vars(builtins))  # PyTorch's compiler makes it a global of each module whose functions it compiles
-BY_COMPILER = re.compile(r"_\d{6,}_c\d")  # ends a global of PyTorch's compiler: the id of its value, a compilation's number
+# PyTorch's compiler makes globals of a module whose functions it compiles: Python's own names; values by their id and a number
+BY_COMPILER = re.compile(r"__builtins_dict__|_\d{6,}_c\d")
 CALLED = FunctionType, MethodType, BuiltinMethodType, staticmethod, classmethod
 BY_NAME = *CALLED, type, torch.dtype, torch.device
 MAPPINGS = dict, MappingProxyType  # others, as an archive of arrays, may read a file for each value
@@ -193,7 +192,7 @@ def kept_outside(manager: Any, sources: Sources) -> dict[str, str]:
     left = [(1, next(numbers), *root) for root in roots]  # a heap: small containers first, so that no corpus hides what follows
     while left and len(found) + len(seen) < MOST:
         size, _, name, x = heapq.heappop(left)
-        if id(x) in SEEDED or id(x) == PYTHONS:
+        if id(x) in SEEDED:
             continue
         try:
             if text := told_apart(x):

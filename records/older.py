@@ -1,5 +1,5 @@
 """Imported before all else of records/: a tool that an older Python has started, which cannot import it, goes on in .venv's; a
-file of the project's root that hides a module of Python's is named."""
+file of the project's root that hides a module of Python's, or a package, is named."""
 
 import os
 import sys

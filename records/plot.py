@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.console import own_pictures
+from launch.console import without_matplotlibrc
 
-with own_pictures():
+with without_matplotlibrc():
     import matplotlib
 import numpy as np
 import t_tests

@@ -52,13 +52,12 @@ def test_both_dtypes_are_trained_with_and_nothing_is_left(shards: Path, tmp_path
 
 
 def test_torchrun_leaves_its_folder_where_it_is_told(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "rank.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
     (tmp_path / "tmp").mkdir()
     command = [*torchrun(1, tmp_path / "logs"), tmp_path / "own" / "rank.py"]
     there = {**os.environ, "TMPDIR": f"{tmp_path / 'tmp'}"}
     (tmp_path / "logging.py").write_text("raise SystemExit('of the folder where the user stands')")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "rank.py").rename(tmp_path / "own" / "rank.py")
     done = subprocess.run(command, env=there, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "1\n") and not [*(tmp_path / "tmp").iterdir()], done
 

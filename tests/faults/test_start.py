@@ -1455,8 +1455,7 @@ def test_compiled_code_of_another_user_does_not_run(tmp_path, monkeypatch):
 
     def owned(path, *how, **given):
         found = stat(path, *how, **given)
-        mine = f"{path}" != f"{tmp_path}"
-        return found if mine else os.stat_result([*found[:4], other, *found[5:10]])
+        return found if f"{path}" != f"{tmp_path}" else os.stat_result([*found[:4], other, *found[5:10]])
 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     launcher.check_cache("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}")
