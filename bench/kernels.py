@@ -27,6 +27,7 @@ if __name__ == "__main__":
     go_on("requirements.txt", "torch", "triton")
 
 
+from launch import others_code
 from launch.console import until_reader_leaves  # before PyTorch, whose threads launch tells how to wait
 
 import torch
@@ -390,6 +391,8 @@ def main() -> None:
     cases = [case for name, case in CASES.items() if any(part in name for part in wanted)]
     if options:
         return print_loops(cases)
+    if fault := others_code(make=True):
+        sys.exit(f"bench/kernels.py: error: {fault}")
     header = ["kernel", "at the record preset", "operations", "must move, MB", "moves, MB"]
     header += [f"limit {name}, µs" for name in MEMORY_LIMITS] + ["registers", "spilled", "shared memory, bytes"]
     gpu = torch.cuda.is_available()

@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +15,7 @@ import numpy as np
 
 from data.shards import MAX_TOKEN, DataError
 
+MAX_VOCABULARY = 1 << 26  # bytes; the largest has 3.6 MB
 TIMEOUT = 30.0  # seconds without an answer or a byte, of a server that has a vocabulary
 END_OF_TEXT = "<|endoftext|>"
 
@@ -68,6 +71,19 @@ def requests_that_end() -> Iterator[None]:
         HTTPAdapter.send = send
 
 
+def check_kept() -> None:
+    """Raise OSError for a file of tiktoken's cache that is none, as a FIFO, which it would wait for, or has no end. Its default is
+    in /tmp, where anybody may have made it; what it reads there it compares with a hash."""
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
+    folder = os.path.join(tempfile.gettempdir(), "data-gym-cache") if folder is None else folder or os.devnull  # empty: none
+    there = []
+    with contextlib.suppress(OSError):  # none, or tiktoken does without
+        there = [entry.path for entry in os.scandir(folder) if os.path.exists(entry.path)]  # a dangling link is none to read
+    for path in there:
+        if not os.path.isfile(path) or os.path.getsize(path) > MAX_VOCABULARY:
+            raise OSError(f"{path} is no file of a vocabulary: remove it")
+
+
 @lru_cache
 def load_encoding(name: str) -> Encoding:
     """BYTES for "bytes", else tiktoken's of that name. Raises DataError if it cannot be had or does not suit shards."""
@@ -77,6 +93,7 @@ def load_encoding(name: str) -> Encoding:
         import tiktoken  # the trainer imports this file, and bytes train without it
 
         known = tiktoken.list_encoding_names()
+        check_kept()
         with requests_that_end():
             encoding = tiktoken.get_encoding(name) if name in known else None
     except (ImportError, OSError, ValueError) as error:

@@ -225,8 +225,9 @@ def tokenise(path: Path, row_group: int, encoding_name: str) -> np.ndarray:
     try:
         with ParquetFile(path) as file:
             for batch in file.iter_batches(64, row_groups=[row_group], columns=["text"], use_threads=False):
-                documents += [encoding.document(text) for text in batch.column(0).to_pylist() if text is not None]
-                if (count := count + sum(map(len, documents[-len(batch) :]))) > MAX_ROW_GROUP:
+                made = [encoding.document(text) for text in batch.column(0).to_pylist() if text is not None]
+                documents += made
+                if (count := count + sum(map(len, made))) > MAX_ROW_GROUP:
                     raise DamagedFile(f"{path} has more than {MAX_ROW_GROUP:,} tokens in row group {row_group}")
     except (pyarrow.ArrowException, UnicodeError, OSError) as error:
         if getattr(error, "errno", None):

@@ -28,6 +28,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 import numpy as np
 
@@ -368,9 +369,18 @@ def hub_fault() -> str:
         import ssl  # for the tools alone
 
         try:
-            ssl.create_default_context(cafile=text)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(text)
         except OSError:  # none there, a folder, empty
             return f"SSL_CERT_FILE={text!a} in the environment: must be a file of certificates, or unset"
+    if text := os.environ.get("SSLKEYLOGFILE"):
+        if os.path.isdir(text) or not os.access(text if os.path.exists(text) else os.path.dirname(text) or ".", os.W_OK):
+            return f"SSLKEYLOGFILE={text!a} in the environment: must be a file that can be written, or unset"
+    if (text := os.environ.get("HF_HOME", "")) and not os.path.isdir(text := os.path.expanduser(text)) and os.path.exists(text):
+        return f"HF_HOME={text!a} in the environment: must be a folder, or unset"
+    for name, text in getproxies_environment().items():
+        scheme, there, _ = text.lower().partition("://")  # the rest may hold a password
+        if name in ("http", "https", "all") and there and scheme not in ("http", "https", "socks4", "socks5", "socks5h"):
+            return f"{name.upper()}_PROXY={scheme[:40]!a}://… in the environment: must be http, https or socks5, or unset"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         parts = urlsplit(endpoint)

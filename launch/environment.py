@@ -422,9 +422,32 @@ def cut_package(error):
     return broken_package(package_of(cut[0]), error) if cut else ""
 
 
+def import_fault(error):
+    """What to say where PyTorch's own import fails, as by what it reads in the environment."""
+    fault = cut_package(error)
+    if fault:
+        return fault
+    given = ["{}={}".format(name, value) for name, value in sorted(os.environ.items()) if name.startswith(("TORCH", "PYTORCH", "TRITON"))]
+    named = [x for x in given if x.partition("=")[0] in str(error)]
+    said = ", ".join(named) or "one of " * (len(given) > 1) + ", ".join(given) or "a variable of the environment, or half a package"
+    why = " ".join(str(error).split())[:150] or repr(error)
+    return "PyTorch cannot be imported, by {}: {}".format(said[:300], why)
+
+
+def of_torch(trace):
+    """Is it an error of PyTorch's own import?"""
+    files = []
+    while trace:
+        files.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    return "torch" not in sys.modules and "torch" in map(package_of, files)
+
+
 def tell_package_fault(kind, error, trace):
     """An excepthook: one line for a package that is there and cannot be imported."""
     fault = package_fault(error) if issubclass(kind, ImportError) else cut_package(error)
+    if not fault and of_torch(trace) and issubclass(kind, Exception):
+        fault = import_fault(error)
     if not fault:
         return sys.__excepthook__(kind, error, trace)
     sys.stderr.write("{}: error: {}\n".format(os.path.basename(sys.argv[0]), fault))

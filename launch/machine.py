@@ -27,7 +27,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from launch import GIVEN, OF_VARIABLES, threads_at_most
+from launch import GIVEN, OF_VARIABLES, others_code, threads_at_most
 from launch.console import RunError, encoded
 
 # What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
@@ -298,6 +298,21 @@ def forget_earlier_run(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):  # not Linux, or not allowed
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def check_compiled_code() -> None:
+    """Raise RunError for a folder of compiled code in which others may write. The launcher has looked before its ranks start."""
+    if "BANKRUN_LAUNCHER" not in os.environ and (fault := others_code(make=True)):
+        raise RunError(fault)
+
+
+def is_launched() -> bool:
+    """Is this process a rank that a launcher has started? Raises RunError for a half of what torchrun sets."""
+    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    missing = ", ".join(sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()))
+    if launched and missing:
+        raise RunError(f"{missing} missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all")
+    return launched
 
 
 def environment_number(name: str, default: int, least: int = 0) -> int:

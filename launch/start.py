@@ -23,7 +23,6 @@ import ast
 import contextlib
 import dataclasses
 import fcntl
-import getpass
 import importlib.util
 import itertools
 import locale
@@ -104,13 +103,14 @@ def main(argv: list[str] | None = None) -> None:
         check_standing()
         path, options = find_script(given)
         name = path.name
-        if {"--help", "-h"} & {*options}:
-            os.execve(sys.executable, [sys.executable, f"{path}", *options], {**os.environ, **import_environment()})
-        asked = ranks_asked()
+        sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
+        asks_help = {"--help", "-h"} & {*options}
+        asked = None if asks_help else ranks_asked()
         if 0 <= (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
             raise LaunchError(f"ulimit -n is {files}: a run may have {LEAST_FILES} files open: raise it", 1)
         check_interfaces("GLOO_SOCKET_IFNAME", gloo_has)
-        sys.argv = [f"{path}", *options]  # as the script's own: its messages begin with its name
+        if fault := of_launch("others_code")():
+            raise LaunchError(fault, 1)
         importing.append(name)
         here, variables = os.getcwd(), {**os.environ}
         try:
@@ -120,6 +120,10 @@ def main(argv: list[str] | None = None) -> None:
         moves = os.getcwd() != here  # as it is imported, in each rank too
         os.chdir(here)
         check_main(script, path)
+        if asks_help:
+            script.main()
+            raise SystemExit(0)
+        show_environment()
         ranks, options = check(script, options, asked, moves)
         for number, _ in heard[:1]:  # raised where Python discards it, as in a callback of C code
             raise Interrupted(number)
@@ -395,7 +399,6 @@ def check_transport() -> None:
 
 def load(path: Path) -> ModuleType:
     """The script as a module. A package that is missing or broken is one message; a bug keeps its traceback."""
-    begun = time.monotonic() - process_age()
     near = (folder.glob(pattern) for folder in (path.parent, ROOT) for pattern in ("*.py", "*/*.py"))
     drop_stale_caches(file for files in near for file in files)
     check_allocators()
@@ -408,8 +411,6 @@ def load(path: Path) -> ModuleType:
         raise LaunchError(fault, 1) from None
     except Exception as error:  # as of what it reads in the environment
         raise LaunchError(import_fault(error), 1) from None
-    import torch  # now sure to be there
-
     near = dict.fromkeys((path.parent, ROOT))
     packages = (file.parent for folder in near for file in folder.glob("*/__init__.py"))
     for file in (*(file for folder in near for file in folder.glob("*.py")), *packages):
@@ -439,14 +440,20 @@ def load(path: Path) -> ModuleType:
         raise left if isinstance(left.code, str) else LaunchError(why, 1) from None
     if not callable(getattr(module, "main", None)) or not calls_main(path.read_bytes()):
         raise LaunchError(f'{path} has no main() that it calls if __name__ == "__main__": begin with a copy of train_gpt.py', 1)
+    return module
+
+
+def show_environment() -> None:
+    """Raises LaunchError for GPUs that PyTorch cannot use."""
+    import torch
+
     gpus = torch.cuda.device_count()
     try:
         devices = ", ".join({torch.cuda.get_device_properties(i).name for i in range(gpus)}) if gpus else "no GPU"
     except (RuntimeError, ValueError) as error:
         raise LaunchError(f"PyTorch cannot use the GPUs{by_allocators()}: {one_line(error)}", 1) from None
     python = f"Python {sys.version.split()[0]}, PyTorch {torch.__version__}"
-    show(f"environment: {sys.executable}, {python}, {f'{gpus} x ' if gpus else ''}{devices}", begun)
-    return module
+    show(f"environment: {sys.executable}, {python}, {f'{gpus} x ' if gpus else ''}{devices}", time.monotonic() - process_age())
 
 
 @contextlib.contextmanager
@@ -472,16 +479,16 @@ def cut_package(error: BaseException) -> str:
     return "" if isinstance(error, MemoryError) else runpy.run_path(f"{ROOT}/launch/environment.py")["cut_package"](error)
 
 
+def of_launch(name: str) -> Any:
+    """What launch/__init__.py defines; no import, as launch may be a folder of the script's."""
+    return runpy.run_path(f"{ROOT}/launch/__init__.py")[name]
+
+
 def import_fault(error: Exception) -> str:
-    """What to say where PyTorch's own import fails, as by what it reads in the environment. sample.py asks, too."""
-    if isinstance(error, MemoryError):
+    """What to say where PyTorch's own import fails. sample.py asks, too."""
+    if isinstance(error, MemoryError):  # environment.py could not be read
         return "PyTorch cannot be imported, no memory is left: raise ulimit -v, or free some"
-    if fault := cut_package(error):
-        return fault
-    why = one_line(error)
-    named = (name for name in os.environ if name in f"{error}" and name.startswith(("TORCH", "PYTORCH", "TRITON")))
-    said = ", ".join(f"{name}={os.environ[name]}" for name in named) or "a variable of the environment, or half a package"
-    return f"PyTorch cannot be imported, by {said}: {why}"
+    return runpy.run_path(f"{ROOT}/launch/environment.py")["import_fault"](error)
 
 
 def one_line(error: Exception) -> str:
@@ -555,7 +562,7 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
     except RuntimeError as error:  # of settings that change when they are copied
         raise LaunchError(f"{error}", 1) from None
     compiled = bool(getattr(s, "compile", False))
-    check_cache("TORCHINDUCTOR_CACHE_DIR", inductors_folder() if compiled else "")
+    check_cache("TORCHINDUCTOR_CACHE_DIR", of_launch("inductors_folder")() if compiled or gpus else "")  # a GPU's updates are compiled
     if gpus:
         check_interfaces("NCCL_SOCKET_IFNAME", nccl_has)
         if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"):
@@ -567,7 +574,7 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
         check_transport()
         if compiled:
             check_compiler("CXX", ["clang++" if sys.platform == "darwin" else "g++"])
-            check_compiled_paths(f"{Path(torch.__file__).parent}", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductors_folder())
+            check_compiled_paths(f"{Path(torch.__file__).parent}", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or of_launch("inductors_folder")())
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
     check_threads(ranks, torch.get_num_threads(), bool(getattr(s, "trace_steps", "")))
@@ -698,32 +705,19 @@ def check_cache(name: str, usual: str = "") -> None:
     given = os.environ.get(name)
     if folder := given or usual:
         try:
-            os.makedirs(folder, exist_ok=True)
+            os.makedirs(folder, mode=0o777 if given else 0o700, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
             loads = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
             used, free = any(x.is_dir() for x in os.scandir(folder)), shutil.disk_usage(folder).free
-            owner = os.stat(folder).st_uid
         except OSError as error:
             fault = f"no folder that can be written, {error.strerror}: name another"
             raise LaunchError(f"{name}={folder}: {fault}, or unset it" if given else f"{folder}: {fault} by {name}", 1) from None
-        if not given and owner not in (os.geteuid(), 0):  # as in /tmp, where anybody may have made it
-            fault = f"is of user {owner}, whose code would run as yours"
-            raise LaunchError(f"{folder}: {fault}: remove it, or name another by {name}", 1)
         if not loads:
             raise LaunchError(f"{folder} is mounted noexec, and compiled code could not be loaded: name another by {name}", 1)
         if free < COMPILED and not used:  # that may hold all that is needed
             fault = f"compiled code needs {COMPILED:,} bytes or more, {free:,} are free"
             raise LaunchError(f"{folder}: {fault}: make room, or name another by {name}", 1)
-
-
-def inductors_folder() -> str:
-    """Where PyTorch's compiler keeps its code, as it has it; its own function takes two seconds to import."""
-    try:
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (OSError, KeyError):  # without a name
-        return ""
-    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 def tritons_folder() -> str:
@@ -1078,7 +1072,7 @@ class Ranks:
 
 def killed(code: int) -> str:
     """By which signal a process ended, from its negative return code."""
-    cached = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductors_folder()
+    cached = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or of_launch("inductors_folder")()
     cut = f" (a shard was cut short{f', or compiled code: remove {cached}' if os.path.isdir(cached) else ''}?)"
     kernels, torch = os.environ.get("TRITON_CACHE_DIR") or tritons_folder(), sys.modules.get("torch")
     damaged = f" (damaged code in {kernels}: remove it?)" if torch and torch.cuda.device_count() and os.path.isdir(kernels) else ""

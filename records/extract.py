@@ -143,7 +143,8 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # for tool.run
         raise
     except (ExtractError, OSError) as error:
-        raise SystemExit(f"extract.py: error: {error}") from None
+        where = "" if isinstance(error, ExtractError) or error.filename else f"{options.folder}: "
+        raise SystemExit(f"extract.py: error: {where}{error}") from None
     for path in paths:
         print(tool.clean(path, one_line=True))
     if others := strangers(options.folder, paths):

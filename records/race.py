@@ -250,13 +250,13 @@ def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> N
     """Make the runs that are not there. Raises RaceError, OSError."""
     names, now = names_of(scripts), conditions(scripts, options)
     begins, made = check(folder, names, now), [folder / name for name in names if not (folder / name).exists()]
-    for name in names:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    if begins:
-        tool.write(folder / "race.json", json.dumps(now, indent=1))
     try:
+        for name in names:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        if begins:
+            tool.write(folder / "race.json", json.dumps(now, indent=1))
         make_runs(scripts, count, folder, options, now)
-    except RaceError:
+    except (RaceError, OSError):
         if begins:
             undo(folder, names, made)
         raise
@@ -266,9 +266,9 @@ def undo(folder: Path, names: list[str], made: list[Path]) -> None:
     """Remove what a race has made that ended before any run left something."""
     if not any((folder / name).is_dir() and any((folder / name).iterdir()) for name in names):
         (folder / "race.json").unlink(missing_ok=True)
-        for path in made:
+        for path in filter(Path.exists, made):
             path.rmdir()
-        if made and not any(folder.iterdir()):
+        if made and folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
 
 

@@ -99,7 +99,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         why = (re.search(r"GLOBAL \S+", said) or re.match(".*", said))[0]
         raise CheckpointError(f"{path}: holds what cannot be loaded: {type(error).__name__}: {why}") from error
     if not isinstance(saved, dict) or not saved:
-        raise CheckpointError(f"{path}: holds {f'a {type(saved).__name__}' if saved else 'nothing'} instead of a run's state")
+        raise CheckpointError(f"{path}: holds {'nothing' if isinstance(saved, dict) else f'a {type(saved).__name__}'} instead of a run's state")
     bad = [x for x, y in held.items() if isinstance(y, Tensor) and (y.is_meta or y.layout != torch.strided or x[:5] != "state")]
     huge = non_finite({x: y for x, y in held.items() if isinstance(y, int)})
     raise_if(path, [f"{x} is a tensor out of place or sparse" for x in bad] + [f"{x} is beyond what a float holds" for x in huge])
@@ -182,7 +182,7 @@ def check_recipe(path: Path, saved: dict[str, Any], labels: Iterable[str]) -> No
     held = {name.partition(".parameters.")[2] for name, _ in leaves(saved) if name.startswith("state.same.parameters.")}
     more, less = (", ".join(sorted(x)) or "nothing else" for x in (held - {*labels}, {*labels} - held))
     fault = f"its model is another recipe's: it holds {more}, this script wants {less}: use its own sources (by extract.py"
-    raise_if(path, [f"{fault} from its log), for text the sample.py beside them"] if held and held != {*labels} else [])
+    raise_if(path, [f"{fault} from its log), for text the sample.py beside them, by a Python that has PyTorch"] if held and held != {*labels} else [])
 
 
 def other_settings(was: Any, now: dict[str, Any]) -> list[str]:

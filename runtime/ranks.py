@@ -1,6 +1,5 @@
 """The ranks of a run: joining, and agreeing on errors. A rank never waits for one that has left."""
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.console import AgreedError, RunError
-from launch.machine import cannot_join, environment_number, find_store, forget_earlier_run, usable_cores
+from launch.machine import (
+    cannot_join, check_compiled_code, environment_number, find_store, forget_earlier_run, is_launched, usable_cores,
+)  # fmt: skip
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
@@ -81,10 +82,8 @@ class Ranks(NamedTuple):
 
 def join_ranks() -> Ranks:
     """What torchrun's environment says, and its process group; one rank without it. Raises RunError if it cannot be so."""
-    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    missing = ", ".join(sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()))
-    if launched and missing:
-        raise RunError(f"{missing} missing in the environment, which has RANK or WORLD_SIZE: start with torchrun, or unset all")
+    check_compiled_code()
+    launched = is_launched()
     world_size, rank, local_rank = (environment_number(*x) for x in (("WORLD_SIZE", 1, 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     local_size = environment_number("LOCAL_WORLD_SIZE", local_rank + 1, least=1)
     if not (rank < world_size and local_rank < local_size <= world_size):

@@ -29,6 +29,7 @@ from hypothesis import settings
 
 import common  # first: it loads the script that is tested
 import cpu
+from launch import others_code
 from data.loader import CHECKED, HELD, LISTED
 from data.shards import write_shard
 
@@ -57,7 +58,9 @@ ROOM = 2 << 30  # bytes of all tests' files at a time
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Without room for all tests hundreds of them would fail, each in words of its own."""
+    """Without room for all tests hundreds of them would fail, each in words of its own; and compiled code of others would run."""
+    if fault := others_code(make=True):
+        raise pytest.UsageError(fault)
     all_tests = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if all_tests and (free := shutil.disk_usage(folder := tempfile.gettempdir()).free) < ROOM:
         gib = [f"{x / 2**30:.1f} GiB" for x in (ROOM, free)]

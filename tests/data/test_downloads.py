@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from requests import certs
 
 from common import ROOT, run_fresh, wait_until
 from data import cached_fineweb10B, fineweb
@@ -205,7 +206,8 @@ def run(script: str, hub: Hub, folder: Path, *options: str) -> tuple[int, str, s
     "name, value",
     [("HF_ENDPOINT", value) for value in ("foo", "http://[", "", "ftp://x", "https://", "http://h:port", " http://h", "http://h ")]
     + [("HF_HUB_ETAG_TIMEOUT", "abc"), ("HF_HUB_DOWNLOAD_TIMEOUT", "1.5"), ("SSL_CERT_FILE", "/nowhere/ca.pem")]
-    + [("SSL_CERT_FILE", "/tmp"), ("SSL_CERT_FILE", os.devnull), ("HF_TOKEN_PATH", "/dev/zero")],
+    + [("SSL_CERT_FILE", "/tmp"), ("SSL_CERT_FILE", os.devnull), ("HF_TOKEN_PATH", "/dev/zero")]
+    + [("SSLKEYLOGFILE", "/nowhere/keys"), ("SSLKEYLOGFILE", "/tmp"), ("HF_HOME", os.devnull)],
 )
 def test_a_variable_that_cannot_be_meant_is_named_at_once(tmp_path: Path, script: str, name: str, value: str) -> None:
     """Not a traceback of the library's, nor five attempts."""
@@ -215,6 +217,21 @@ def test_a_variable_that_cannot_be_meant_is_named_at_once(tmp_path: Path, script
     assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "out").exists()
     assert done.stderr.startswith(f"{script}: error: {name}={value!a} in the environment: must be ")
     assert done.stderr.count("\n") == 1
+
+
+def test_so_is_a_proxy_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was tried five times over 15 s. What else it says may be a secret."""
+    monkeypatch.setenv("ALL_PROXY", "FOO://me:secret@here")
+    assert hub_fault() == "ALL_PROXY='foo'://… in the environment: must be http, https or socks5, or unset"
+    for good in ("http://h:1", "socks5h://h", "h:3128", ""):
+        monkeypatch.setenv("ALL_PROXY", good)
+        assert hub_fault() == ""
+
+
+def test_a_key_log_that_cannot_be_is_no_fault_of_the_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", certs.where())
+    monkeypatch.setenv("SSLKEYLOGFILE", "/nowhere/keys")
+    assert hub_fault() == "SSLKEYLOGFILE='/nowhere/keys' in the environment: must be a file that can be written, or unset"
 
 
 def test_so_is_a_time_of_more_digits_than_a_number_may_have(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Encodings: a text comes back from its tokens, and an encoding that cannot be had is an error, or numbers, never a crash."""
 
+import os
 import socket
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import requests
@@ -54,6 +57,33 @@ def test_an_encoding_that_does_not_suit_is_refused(offer_encoding, name: str, en
 
 def no_network(_: str) -> None:
     raise OSError("network unreachable")
+
+
+def test_what_is_no_file_in_a_cache_is_not_waited_for(offer_encoding, monkeypatch, tmp_path) -> None:
+    """As a FIFO in /tmp, which anybody may make: tiktoken opened it, and a run stood at its sample."""
+    offer_encoding("toy", end_of_text=301)
+    monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}")
+    for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    (folder := tmp_path / "data-gym-cache").mkdir()
+    (folder / "gone").symlink_to("nowhere")
+    (folder / "good").write_text("a vocabulary")
+    assert encode("abab", "toy") == [300, 300]
+    load_encoding.cache_clear()
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"), endless):
+        make(path := folder / "7a")
+        with pytest.raises(DataError, match=f"'toy' could not be loaded .{path} is no file of a vocabulary: remove it"):
+            encode("abab", "toy")
+        assert "is no file of a vocabulary" in decode([97], "toy")
+        path.rmdir() if path.is_dir() else path.unlink()
+    os.mkfifo(folder / "7a")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # none
+    assert encode("abab", "toy") == [300, 300]
+
+
+def endless(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for_without_end(monkeypatch, tmp_path) -> None:

@@ -84,6 +84,7 @@ PASSED_OVER = {  # what makes a file of a later step, and why it is no checkpoin
     "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     "100 GiB": (huge, r"not a checkpoint of this version \(begins with b'\\x00"),
     "empty": (Path.touch, r"not a checkpoint of this version \(begins with b''"),
+    "a bare tensor": (lambda path: write_checkpoint(path, torch.zeros(3), 99), "holds a Tensor instead of a run's state"),
     "an empty dict": (empty_dict, "holds nothing instead of a run's state"),
 }  # fmt: skip
 

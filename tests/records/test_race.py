@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -116,6 +117,14 @@ def test_a_reader_that_has_enough_ends_no_race(track, tmp_path, monkeypatch):
     assert len(calls(tmp_path)) == 6
 
 
+def test_a_full_disk_at_its_begin_leaves_nothing(track, tmp_path, monkeypatch):
+    """It left empty folders."""
+    monkeypatch.setattr(race.tool, "write", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(SystemExit, match="No space left"):
+        track()
+    assert not (tmp_path / "logs").exists()
+
+
 def test_it_goes_on_where_it_ended(track, tmp_path, capfd):
     track()
     for name in ("after/seed1.txt", "before/seed2.txt"):
@@ -194,7 +203,9 @@ def test_kill_9_at_its_start_leaves_a_race_that_goes_on(track, tmp_path, monkeyp
         with monkeypatch.context() as patch, pytest.raises(SystemExit, match="no more"):
             patch.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError("no more")))
             track()
-        assert not (tmp_path / "logs" / "race.json").exists()
+        assert not (tmp_path / "logs").exists()
+    for name in (".", "before", "after"):
+        (tmp_path / "logs" / name).mkdir()
     (tmp_path / "logs" / "race.json.bankrun.tmp").write_text("{")  # as kill -9 leaves it
     track()
     assert len(calls(tmp_path)) == 6
