@@ -482,6 +482,8 @@ CHANGES = {  # by file: what, tests, old, new
          "        shutil.rmtree(folder)\n    folder.mkdir()", "        pass\n    folder.mkdir()"),
     ),
     "data/shards.py": (
+        ("a file of the current folder is a token", "data/downloads::test_a_file_of_the_current_folder_is_no_token",
+         "        os.environ.get(name) or os.environ.pop(name, None)\n", "        pass\n"),
         ("a proxy that cannot be is tried five times", "data/downloads::test_so_is_a_proxy_that_cannot_be",
          'if name in ("http", "https", "all") and there and', "if False and"),
         ("a folder of the hub's that is a file is Python's word", "data/downloads::test_a_variable_that_cannot_be_meant_is_named_at_once",

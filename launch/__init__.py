@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # PyTorch leaves parts of a product unwritten where OpenMP gives it fewer threads than it asks for: as by the machine's load.
 os.environ.pop("OMP_DYNAMIC", None)
 os.environ.pop("OMP_MAX_ACTIVE_LEVELS", None)
-for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # empty it would be the current folder
+for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"):  # empty it would be the current folder
     os.environ.get(name) or os.environ.pop(name, None)
 
 

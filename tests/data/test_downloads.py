@@ -219,6 +219,19 @@ def test_a_variable_that_cannot_be_meant_is_named_at_once(tmp_path: Path, script
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["HF_HOME", "XDG_CACHE_HOME", "HF_TOKEN_PATH"])
+def test_a_file_of_the_current_folder_is_no_token(tmp_path: Path, name: str) -> None:
+    """With an empty variable, of a shell's that is not set, the hub was sent what a file `token` held, or Python could not read."""
+    (tmp_path / "token").write_text("mine")
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface" / "token").write_text("mine")
+    there = {x: value for x, value in os.environ.items() if x not in ("HF_TOKEN", "HF_HOME", "HF_TOKEN_PATH")}
+    ask = "from data.cached_fineweb10B import build_hf_headers; print(build_hf_headers().get('authorization'))"
+    how = {"env": {**there, "HOME": f"{tmp_path}/home", "PYTHONPATH": f"{FOLDER.parent}", name: ""}, "cwd": tmp_path}
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, **how)
+    assert (done.stdout, done.stderr) == ("None\n", "")
+
+
 def test_so_is_a_proxy_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was tried five times over 15 s. What else it says may be a secret."""
     monkeypatch.setenv("ALL_PROXY", "FOO://me:secret@here")
