@@ -26,7 +26,7 @@ from typing import Any
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # also while it imports: there is nothing to undo
 
-launcher: dict[str, Any] = {}  # what launch/start.py defines, if this is started and not imported
+launcher: "dict[str, Any]" = {}  # quoted for a Python too old; what launch/start.py defines, if this is started and not imported
 if __name__ == "__main__":  # as in a run, a script finds the modules beside it before the project's
     early, root = argparse.ArgumentParser(add_help=False), Path(__file__).resolve().parent
     own, starter = f"{root}/train_gpt.py", f"{root}/launch/start.py"

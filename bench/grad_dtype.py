@@ -25,7 +25,7 @@ from bench.communication import expected_calls, markdown, model_parameters
 from bench.settings import refused_in_a_line, trainer_settings
 from data.shards import number_between
 from launch.console import Parser, ended_by_signals, run_to_end, until_reader_leaves
-from train_gpt import check_shards, param_table
+from train_gpt import PRESETS, check_shards, param_table
 
 SETTINGS = dict(
     preset="demo", dtype="bfloat16", fp8_head="true", model_dim=64, num_heads=2, head_dim=32, micro_batches=8, batch_unit=64,
@@ -54,7 +54,8 @@ def main() -> None:
     if own := [option for option in given if option.partition("=")[0] in ("--seed", "--grad_dtype")]:
         parser.error(f"{own[0]}: is this program's own to set: it runs --seeds of both kinds")
     seeds, ranks, rows = args.seeds, args.ranks, []
-    options = [*(f"--{name}={value}" for name, value in SETTINGS.items()), *given]  # of two, the later counts
+    ours = SETTINGS | {"data": ROOT / PRESETS[SETTINGS["preset"]]["data"]}
+    options = [*(f"--{name}={value}" for name, value in ours.items()), *given]  # of two, the later counts
     h = trainer_settings(options)
     options += [f"--data={h.data}"]  # as they are: this process holds them, and none makes them anew
     with refused_in_a_line():

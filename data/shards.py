@@ -553,7 +553,8 @@ def hold_shards(folder: Path) -> BinaryIO | None:
 def check_alone(folder: Path, prefix: str) -> None:
     """Raises DataError if `folder` holds what a run would take for shards, of other names than shard_name gives for the prefix."""
     for name in sorted(os.listdir(folder)):
-        if any(fnmatchcase(name, pattern) for pattern in (TRAIN, VALIDATION)) and not name_pattern(prefix).fullmatch(name):
+        is_shard = name[0] != "." and any(fnmatchcase(name, pattern) for pattern in (TRAIN, VALIDATION))  # as find_shards has it
+        if is_shard and not name_pattern(prefix).fullmatch(name):
             raise DataError(f"{folder / name} is not this program's, and a run would train on both: choose another --output")
 
 

@@ -10,6 +10,8 @@ that are not given are the project's. More than one machine: torchrun, docs/rank
 
 import sys
 
+if sys.version_info < (3, 11):
+    sys.exit("start.py: error: needs Python 3.11 or later: start by run.sh, which finds one, or makes .venv")
 if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path.pop(0)  # this folder: a copy.py in it is not the library's
 
@@ -353,8 +355,11 @@ def ranks_asked() -> int | None:
 def calls_main(source: bytes) -> bool:
     """Does a script of this text call a main() where it is run, not imported?"""
     run = (node for node in ast.parse(source).body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
-    calls = (node.func for part in run for node in ast.walk(part) if isinstance(node, ast.Call))
-    return any("main" in (getattr(function, "id", ""), getattr(function, "attr", "")) for function in calls)
+    nodes = [node for part in run for node in ast.walk(part)]
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
+    texts = (f"{node.value}" for node in nodes if isinstance(node, ast.Constant))  # as of cProfile.run("main()")
+    named = any("main" in (getattr(function, "id", ""), getattr(function, "attr", "")) for function in calls)
+    return named or any("main(" in text for text in texts)
 
 
 def check_main(script: ModuleType, path: Path) -> None:
@@ -481,7 +486,7 @@ def cut_package(error: BaseException) -> str:
 
 def of_launch(name: str) -> Any:
     """What launch/__init__.py defines; no import, as launch may be a folder of the script's."""
-    return runpy.run_path(f"{ROOT}/launch/__init__.py")[name]
+    return runpy.run_path(f"{Path(__file__).with_name('__init__.py')}")[name]
 
 
 def import_fault(error: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import t_tests
 from groups import Group
-from runlog import RunLog
+from runlog import RunLog, parse
 from t_tests import Difference, mean, sigma
 
 ALIKE = 1.25  # of two spans of steps, at most, over which slopes are taken together
@@ -75,7 +75,7 @@ def stages(run: RunLog) -> list[tuple[str, float]]:
     """
     try:
         scheduled = float(int(run.settings["num_scheduled_iterations"]))
-        tree = ast.parse(run.script[1])
+        tree = parse(run.script[1])
         stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         tables = [
             node.value.elts

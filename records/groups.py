@@ -62,7 +62,8 @@ def find_logs(argument: str) -> list[Path]:
     Raises InputError if there is none."""
     path = Path(argument)
     if path.is_dir():
-        found = sorted(x for x in files_below(path) if x.suffix in (".txt", ".log") and x.name != "requirements.txt")
+        found = [x for x in files_below(path) if x.suffix in (".txt", ".log") and x.name != "requirements.txt"]
+        found = sorted(x for x in found if x.name[0] != ".")  # hidden, as macOS leaves beside each file on foreign disks
         if (path / "record.toml").exists():
             found = [x for x in found if x.relative_to(path).parts[0] != BASELINE]
         if not found:

@@ -14,7 +14,7 @@ import ast
 import hashlib
 from functools import lru_cache
 
-from runlog import MAY_DIFFER_BETWEEN_RUNS, RunLog, made_with
+from runlog import MAY_DIFFER_BETWEEN_RUNS, RunLog, made_with, parse
 
 ANYWHERE = frozenset({"seed", "run_id"})  # what these are given makes no other run, wherever
 
@@ -103,7 +103,7 @@ def blank(value: ast.expr) -> ast.expr:
 def normalised(source: bytes) -> str:
     """Equal for sources that train the same run, in the sense of this file's first lines; of no other use."""
     try:
-        text = ast.dump(Normal().visit(ast.parse(source))).encode("utf-8", "surrogatepass")
+        text = ast.dump(Normal().visit(parse(source))).encode("utf-8", "surrogatepass")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         text = source
     return hashlib.sha256(text).hexdigest()

@@ -142,7 +142,7 @@ def check(folder: Path, names: list[str], now: dict) -> bool:
             differ = differing_conditions(before, now)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RaceError(f"{path}: not what a race writes: give another --logs") from None
-    logs = [log for name in sorted(names) for log in sorted((folder / name).glob("*")) if log.suffix in (".txt", ".log")]
+    logs = [log for name in sorted(names) for log in sorted((folder / name).glob("[!.]*")) if log.suffix in (".txt", ".log")]
     if foreign := [str(log) for log in logs if not PART_OF_IT.fullmatch(log.name) or not path.exists()]:
         raise RaceError(f"{foreign[0]}: not of this race ({len(foreign)} such logs): move it, or give another --logs")
     if differ and logs:  # without one, an option may have been wrong

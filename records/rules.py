@@ -11,7 +11,7 @@ from itertools import chain, product
 from changes import other_tokens
 from groups import Group, names, plural
 from kinds import Normal, same_source
-from runlog import RunLog, resumed_with_changes
+from runlog import RunLog, parse, resumed_with_changes
 from t_tests import P
 from tool import clean
 from verdict import figure, validation_micro_batch
@@ -210,9 +210,9 @@ def seeds(group: Group) -> tuple[str, str]:
 @lru_cache(maxsize=1024)
 def analysed(source: bytes) -> dict | None:
     """What the rules ask of a source, without what cannot change a run; None for one that this Python cannot read: of a later
-    Python, or nested too deep. Nothing can be proven of that."""
+    Python, nested too deep, or beyond MAX_SOURCE. Nothing can be proven of that."""
     try:
-        tree = ast.fix_missing_locations(Normal().visit(ast.parse(source)))
+        tree = ast.fix_missing_locations(Normal().visit(parse(source)))
         asked = {"data": uses(tree, "data"), "runtime": uses(tree, "runtime"), "untimed": untimed(tree)}
         return asked | {"outside": outside_functions(tree), "losses": of_loss(tree), "flags": flag_lines(tree)}
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -27,6 +27,7 @@ from runtime.options import MAY_DIFFER_BETWEEN_RUNS
 MAX_BYTES = 1 << 30
 MAX_PROBLEMS = 5  # named, in a log
 MAX_PARSES = 100  # in search of the end of a source
+MAX_SOURCE = 1 << 20  # bytes that are parsed as one: a tree takes up to 900 times the memory; the largest here has 0.1 MB
 EFFORT = 8, 1 << 20  # in search of the ends of all sources: bytes parsed for each byte of the log, and beyond
 A_SEARCH = 500  # bytes that a search counts at least
 LONGEST = 1e11  # ms: three years
@@ -332,11 +333,18 @@ def first_whole(
 def parses(source: bytes) -> bool:
     """Is it Python, to the last line?"""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            compile(source, "source", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        parse(source)
         return True
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
+
+
+def parse(source: bytes) -> ast.Module:
+    """A source's tree. Raises SyntaxError, ValueError, also for one of more than MAX_SOURCE bytes, RecursionError, MemoryError."""
+    if len(source) > MAX_SOURCE:
+        raise ValueError(f"a source of {len(source):,} bytes, more than {MAX_SOURCE:,}")
+    with warnings.catch_warnings(action="ignore"):
+        return ast.parse(source)
 
 
 def split_sources(text: bytes, environment: str, effort: Effort) -> dict[str, bytes]:

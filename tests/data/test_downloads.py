@@ -34,7 +34,7 @@ from requests import certs
 
 from common import ROOT, run_fresh, wait_until
 from data import cached_fineweb10B, fineweb
-from data.shards import DataError, ShardError, hub_fault, read_shard, write_shard
+from data.shards import DataError, ShardError, check_alone, hub_fault, read_shard, write_shard
 
 FOLDER = Path(fineweb.__file__).parent
 CACHED = "datasets/kjj0/fineweb10B-gpt2/resolve/main"
@@ -700,13 +700,16 @@ def test_shards_of_others_are_not_added_to(hub: Hub, shards: dict[str, bytes], t
     """A run would train on both. By either tool."""
     client = Client(hub, tmp_path / "out", monkeypatch)
     (client.folder / name).write_text("mine")
+    (client.folder / f"._{name}").write_text("macOS's, which no run takes for a shard")
     said = f"out/{name} is not this program's, and a run would train on both: choose another --output"
     monkeypatch.setattr(sys, "argv", ["cached_fineweb10B.py", "1", "--output", str(client.folder)])
     with pytest.raises(SystemExit, match=said):
         cached_fineweb10B.main()
     with pytest.raises(DataError, match=said):
         fineweb.load_progress(client.folder, {"subset": "x"})
-    assert hub.log == [] and [path.name for path in client.folder.glob("*.bin")] == [name]
+    assert hub.log == [] and [path.name for path in client.folder.glob("[!.]*.bin")] == [name]
+    (client.folder / name).unlink()
+    check_alone(client.folder, "fineweb")
 
 
 def test_the_shards_of_the_other_tool_are_not_replaced(hub: Hub, tmp_path: Path, monkeypatch) -> None:

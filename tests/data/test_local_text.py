@@ -505,7 +505,7 @@ def test_what_is_not_this_programs_is_named_and_left_as_it_is(
 def test_files_beside_the_shards_stay(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of names like ours, through making, making again, and making anew."""
     (tmp_path / "out").mkdir()
-    mine = ["local_notes.bin", "local_1.bin", "local_test_000000.bin", "local_train_000000.bin.old", "notes.json"]
+    mine = ["._local_train_000000.bin", "local_notes.bin", "local_1.bin", "local_test_000000.bin", "local_train_000000.bin.old", "notes.json"]
     for name in mine:
         (tmp_path / "out" / name).write_text("mine")
     for options in ((), (), ("--shard_tokens", "50_000"), ()):

@@ -419,6 +419,26 @@ def test_a_python_that_is_too_old_never_serves(tmp_path, monkeypatch, capsys):
     assert re.search(rf"run.sh: error: .+ is Python {here}: 3.99 or later is needed", exit_.value.code)
 
 
+TOO_OLD = """
+import argparse, builtins, contextlib, importlib.util, pathlib, runpy, sys, typing
+run = runpy.run_path
+runpy.run_path = lambda path, **how: {"go_on": sys.exit} if path.endswith("environment.py") else run(path, **how)
+builtins.dict = type("dict", (dict,), {"__class_getitem__": None})  # before 3.9
+sys.version_info = (3, 8, 1)
+sys.argv = sys.argv[1:]
+run(sys.argv[0], run_name="__main__")
+"""
+SAID = {"sample.py": "requirements.txt\n", "launch/start.py":
+        "start.py: error: needs Python 3.11 or later: start by run.sh, which finds one, or makes .venv\n"}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", SAID)
+def test_a_python_too_old_goes_on_as_another_or_is_told(program):
+    """It was a traceback: of an annotation, and of a flag."""
+    done = subprocess.run([sys.executable, "-c", TOO_OLD, f"{ROOT}/{program}"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", SAID[program])
+
+
 def test_so_it_is_where_python_lacks_what_we_import():
     """3.6 and 3.7 have no importlib.metadata: a traceback."""
     code = "import runpy, sys; sys.modules['importlib.metadata'] = None; sys.version_info = (3, 7, 1); sys.argv[1:] = ['--missing']\n"

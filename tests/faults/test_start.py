@@ -1204,6 +1204,11 @@ def test_a_script_that_would_train_nothing_is_refused(start, tmp_path, source):
     assert (code, started) == (1, ()) and lines == [f"idea.py: error: {tmp_path / 'idea.py'} {said}"]
 
 
+def test_a_profiled_main_is_called(start, tmp_path):
+    (tmp_path / "idea.py").write_text(MAIN[:-7] + "import cProfile\n    cProfile.run('main()', 'profile')\n")
+    assert start(tmp_path / "idea.py", "--data=x")[0] == 0
+
+
 def test_a_script_without_settings_is_started_unchecked(start, tmp_path):
     script = tmp_path / "other.py"
     script.write_text(MAIN)

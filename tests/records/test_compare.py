@@ -177,6 +177,15 @@ def test_a_folder_within_another_and_a_folder_of_both(tmp_path, capsys):
     compare.main([str(logs), "--any-source"])
 
 
+def test_hidden_files_are_no_logs(tmp_path):
+    """As macOS leaves beside each file on a foreign disk; one that is named is read."""
+    write_runs(folder := tmp_path / "runs", [80_000, 81_000], [3.27, 3.28])
+    logs = groups.find_logs(f"{folder}")
+    (folder / "._seed0.txt").write_bytes(b"\0\5\26\7")
+    assert groups.find_logs(f"{folder}") == logs and len(logs) == 2
+    assert groups.find_logs(f"{folder}/._seed0.txt") == [folder / "._seed0.txt"]
+
+
 def test_a_link_to_a_folder_is_followed_once(tmp_path):
     for name in ("idea", "more"):
         (tmp_path / name).mkdir()

@@ -127,6 +127,7 @@ def test_a_full_disk_at_its_begin_leaves_nothing(track, tmp_path, monkeypatch):
 
 def test_it_goes_on_where_it_ended(track, tmp_path, capfd):
     track()
+    (tmp_path / "logs" / "after" / "._seed0.txt").touch()  # macOS's, on a foreign disk
     for name in ("after/seed1.txt", "before/seed2.txt"):
         (tmp_path / "logs" / name).unlink()
     (tmp_path / "calls.txt.fails").touch()

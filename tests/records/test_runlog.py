@@ -1,5 +1,6 @@
 """What a log holds is read back exactly, and what is wrong with it is named."""
 
+import ast
 import math
 import re
 
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 from made_logs import BANNER, ENVIRONMENT, RULE, SOURCES, make_log, step_lines
 
 import runlog
+from curves import stages
+from kinds import same_source
+from rules import analysed
 from runlog import at_step, parse_log, read_log
 
 SCRIPT, KERNELS = SOURCES["train_gpt.py"], SOURCES["triton_kernels.py"]
@@ -201,6 +205,18 @@ def test_nothing_but_whole_sources_is_parsed(monkeypatch):
     sources = {f"module{i}.py": f"x{i} = 1\ny = '''\n{BANNERS * 20}'''\n".encode() for i in range(20)}
     assert parse_log(make_log(sources)).sources == sources
     assert parsed == set(sources.values())
+
+
+def test_a_source_of_megabytes_is_read_and_not_parsed(monkeypatch):
+    """A log of 6 MB took 5 GB of memory: a tree is 900 times as large as its text."""
+    parse, parsed = ast.parse, [0]
+    monkeypatch.setattr(ast, "parse", lambda source, *how, **more: parsed.append(len(source)) or parse(source, *how, **more))
+    huge = b"x = 1\n" + b"a\n" * (runlog.MAX_SOURCE // 2)
+    log = parse_log(make_log({"train_gpt.py": huge}))
+    assert log.sources == {"train_gpt.py": huge} and not log.fault
+    assert not same_source(huge, huge[:-1]) and analysed(huge) is None and stages(log) == []
+    assert max(parsed) <= runlog.MAX_SOURCE
+    assert same_source(huge[: runlog.MAX_SOURCE], huge[: runlog.MAX_SOURCE] + b"") and runlog.parses(huge[: runlog.MAX_SOURCE])
 
 
 @pytest.mark.parametrize("text", [rb"'\'\'\'\'", rb'''"\'\'\'\'"''', rb"""'''\'\'\'""" + b"\\", rb'''"""x"""y"\'''', b"'a\nb'#'", b"\"'''\n'''"])
