@@ -404,6 +404,8 @@ CHANGES = {  # by file: what, tests, old, new
     "data/encodings.py": (
         ("a FIFO in a cache of vocabularies is waited for", "data/encodings::test_what_is_no_file_in_a_cache_is_not_waited_for",
          "        check_kept()\n", ""),
+        ("others' folders in it are refused", "data/encodings::test_what_is_no_file_in_a_cache_is_not_waited_for",
+         'if re.fullmatch("[0-9a-f]{40}", entry.name)]', "]"),
         ("an endless file in it is read", "data/encodings::test_what_is_no_file_in_a_cache_is_not_waited_for",
          "or os.path.getsize(path) > MAX_VOCABULARY", ""),
         ("the limit of tiktoken's requests stays for others",

@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,8 +79,8 @@ def check_kept() -> None:
     folder = os.path.join(tempfile.gettempdir(), "data-gym-cache") if folder is None else folder or os.devnull  # empty: none
     there = []
     with contextlib.suppress(OSError):  # none, or tiktoken does without
-        there = [entry.path for entry in os.scandir(folder) if os.path.exists(entry.path)]  # a dangling link is none to read
-    for path in there:
+        there = [entry.path for entry in os.scandir(folder) if re.fullmatch("[0-9a-f]{40}", entry.name)]  # SHA-1 of an address
+    for path in filter(os.path.exists, there):  # a dangling link is none to read
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_VOCABULARY:
             raise OSError(f"{path} is no file of a vocabulary: remove it")
 

@@ -66,17 +66,19 @@ def test_what_is_no_file_in_a_cache_is_not_waited_for(offer_encoding, monkeypatc
     for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     (folder := tmp_path / "data-gym-cache").mkdir()
-    (folder / "gone").symlink_to("nowhere")
-    (folder / "good").write_text("a vocabulary")
+    (folder / ("0" * 40)).symlink_to("nowhere")
+    (folder / ("1" * 40)).write_text("a vocabulary")
+    (folder / "pip").mkdir()  # of a folder that is not for this alone, as ~/.cache
+    os.mkfifo(folder / "mine")
     assert encode("abab", "toy") == [300, 300]
     load_encoding.cache_clear()
     for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"), endless):
-        make(path := folder / "7a")
+        make(path := folder / ("7a" * 20))
         with pytest.raises(DataError, match=f"'toy' could not be loaded .{path} is no file of a vocabulary: remove it"):
             encode("abab", "toy")
         assert "is no file of a vocabulary" in decode([97], "toy")
         path.rmdir() if path.is_dir() else path.unlink()
-    os.mkfifo(folder / "7a")
+    os.mkfifo(folder / ("7a" * 20))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # none
     assert encode("abab", "toy") == [300, 300]
 
