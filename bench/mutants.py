@@ -340,6 +340,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for step in steps) for phase", "for step in steps[:1]) for phase"),
     ),
     "data/cached_fineweb10B.py": (
+        ("a file of the current folder is a token", "data/downloads::test_a_file_of_the_current_folder_is_no_token",
+         'unset_if_empty("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME")', "unset_if_empty()"),
         ("a bar shows what moves a cursor", "data/downloads::test_a_name_of_the_hubs_cannot_move_a_cursor_in_a_bar",
          'desc=one_line(what.split(".")[0])', 'desc=what.split(".")[0]'),
         ("a token that the hub refuses is tried again",
@@ -486,8 +488,6 @@ CHANGES = {  # by file: what, tests, old, new
     "data/shards.py": (
         ("a hidden file is another's shard", "data/local_text::test_files_beside_the_shards_stay",
          'is_shard = name[0] != "." and', "is_shard ="),
-        ("a file of the current folder is a token", "data/downloads::test_a_file_of_the_current_folder_is_no_token",
-         "        os.environ.get(name) or os.environ.pop(name, None)\n", "        pass\n"),
         ("a proxy that cannot be is tried five times", "data/downloads::test_so_is_a_proxy_that_cannot_be",
          'if name in ("http", "https", "all") and there and', "if False and"),
         ("a folder of the hub's that is a file is Python's word", "data/downloads::test_a_variable_that_cannot_be_meant_is_named_at_once",
@@ -1010,7 +1010,7 @@ CHANGES = {  # by file: what, tests, old, new
         ("a launcher makes a folder of compiled code for all", "faults/compiled_code::test_a_folder_of_compiled_code_is_made_for_its_user_alone",
          "mode=0o777 if given else 0o700", "mode=0o777"),
         ("what a GPU's updates need is not asked", "faults/compiled_code::test_a_gpus_updates_are_compiled_whatever_the_model_is",
-         "if compiled or gpus else", "if compiled else"),
+         "compiles = compiled or gpus", "compiles = compiled"),
         ("help of a script without a main() is silence", "faults/start::test_help_of_what_cannot_start_is_the_same_line",
          'if not callable(getattr(module, "main", None)) or', 'if "--help" not in sys.argv and'),
         ("a file beside a script that hides one of ours ends in a traceback",

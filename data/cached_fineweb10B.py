@@ -32,9 +32,12 @@ from data.shards import (
     hub_fault, import_tqdm, locked, named, number_between, one_line, one_line_errors, read_json, shard_name, sync_folder,
     verify_shard, write_json,
 )
+from launch import unset_if_empty
 from launch.console import Parser, console, user_path
 
 tqdm = import_tqdm()
+# Of the current folder it would send what a file `token` there holds.
+unset_if_empty("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME")
 if fault := hub_fault():  # before its library is imported
     sys.exit(f"{Path(sys.argv[0]).name}: error: {fault}")
 

@@ -355,10 +355,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def hub_fault() -> str:
     """What is wrong with the environment's variables for the Hugging Face hub; nothing if all is well. Its library reads them
-    as it is imported, and then asks five times for what is no address. Empty names of its folders are taken out: it would take
-    the current folder, and send what a file `token` there holds."""
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME"):
-        os.environ.get(name) or os.environ.pop(name, None)
+    as it is imported, and then asks five times for what is no address."""
     for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
         if (text := os.environ.get(name, "")) and not (text.isascii() and text.isdigit() and len(text) < 10):
             return f"{name}={text[:40]!a} in the environment: must be a whole number of seconds, or unset"

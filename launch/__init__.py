@@ -23,8 +23,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # PyTorch leaves parts of a product unwritten where OpenMP gives it fewer threads than it asks for: as by the machine's load.
 os.environ.pop("OMP_DYNAMIC", None)
 os.environ.pop("OMP_MAX_ACTIVE_LEVELS", None)
-for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"):  # empty it would be the current folder
-    os.environ.get(name) or os.environ.pop(name, None)
+
+
+def unset_if_empty(*names: str) -> None:
+    """For variables that name a folder: a library would take an empty one, of a shell's variable that is not set, for the current."""
+    for name in names:
+        os.environ.get(name) or os.environ.pop(name, None)
+
+
+unset_if_empty("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME")
 
 
 def threads_at_most(name: str = "OMP_THREAD_LIMIT") -> "int | None":  # quoted for a Python too old, which is to be told

@@ -567,7 +567,8 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
     except RuntimeError as error:  # of settings that change when they are copied
         raise LaunchError(f"{error}", 1) from None
     compiled = bool(getattr(s, "compile", False))
-    check_cache("TORCHINDUCTOR_CACHE_DIR", of_launch("inductors_folder")() if compiled or gpus else "")  # a GPU's updates are compiled
+    compiles = compiled or gpus  # whose updates are compiled
+    check_cache("TORCHINDUCTOR_CACHE_DIR", inductors_folder() if compiles else "")
     if gpus:
         check_interfaces("NCCL_SOCKET_IFNAME", nccl_has)
         if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"):
@@ -579,7 +580,7 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
         check_transport()
         if compiled:
             check_compiler("CXX", ["clang++" if sys.platform == "darwin" else "g++"])
-            check_compiled_paths(f"{Path(torch.__file__).parent}", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or of_launch("inductors_folder")())
+            check_compiled_paths(f"{Path(torch.__file__).parent}", inductors_folder())
     ranks = asked or usual_ranks(gpus, s.micro_batches)
     s.check(ranks)
     check_threads(ranks, torch.get_num_threads(), bool(getattr(s, "trace_steps", "")))
@@ -723,6 +724,11 @@ def check_cache(name: str, usual: str = "") -> None:
         if free < COMPILED and not used:  # that may hold all that is needed
             fault = f"compiled code needs {COMPILED:,} bytes or more, {free:,} are free"
             raise LaunchError(f"{folder}: {fault}: make room, or name another by {name}", 1)
+
+
+def inductors_folder() -> str:
+    """Where PyTorch's compiler keeps its code."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or of_launch("inductors_folder")()
 
 
 def tritons_folder() -> str:
@@ -1077,7 +1083,7 @@ class Ranks:
 
 def killed(code: int) -> str:
     """By which signal a process ended, from its negative return code."""
-    cached = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or of_launch("inductors_folder")()
+    cached = inductors_folder()
     cut = f" (a shard was cut short{f', or compiled code: remove {cached}' if os.path.isdir(cached) else ''}?)"
     kernels, torch = os.environ.get("TRITON_CACHE_DIR") or tritons_folder(), sys.modules.get("torch")
     damaged = f" (damaged code in {kernels}: remove it?)" if torch and torch.cuda.device_count() and os.path.isdir(kernels) else ""
