@@ -1002,6 +1002,10 @@ CHANGES = {  # by file: what, tests, old, new
          "            if lacking := [name", "            if lacking := [][:0] and [name"),
     ),
     "launch/start.py": (
+        ("a bug in a script is told with the frames of imports",
+         "faults/start::test_it_is_what_python_says_of_the_script_itself", '(here, "<frozen importlib")', "here"),
+        ("a bug in a script is told with the launcher's frames",
+         "faults/start::test_it_is_what_python_says_of_the_script_itself", '(here, "<frozen importlib")', '"<frozen importlib"'),
         ("a start by Python 3.10 is a traceback", "faults/environment::test_a_python_too_old_goes_on_as_another_or_is_told",
          "if sys.version_info < (3, 11):", "if False:"),
         ("a profiled main() is none", "faults/start::test_a_profiled_main_is_called", 'or any("main(" in text for text in texts)', ""),

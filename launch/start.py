@@ -429,23 +429,28 @@ def load(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except LaunchError:
         raise
-    except (ValueError, OSError, subprocess.CalledProcessError):  # which are messages where this file's own code raises them
-        raise SystemExit(traceback.format_exc().rstrip()) from None
-    except ModuleNotFoundError as error:
-        package = path.parent / f"{error.name}".partition(".")[0]
-        if path.parent == ROOT or package.name not in IMPORTED or not package.is_dir():
-            raise
-        raise LaunchError(f"{error}: {HIDES.format(package, package.name)}", 1) from None
-    except (ImportError, SyntaxError, AttributeError, NameError, EOFError) as error:
+    except Exception as error:
+        package = path.parent / f"{getattr(error, 'name', '')}".partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and path.parent != ROOT and package.name in IMPORTED and package.is_dir():
+            raise LaunchError(f"{error}: {HIDES.format(package, package.name)}", 1) from None
         if fault := cut_package(error):
             raise LaunchError(fault, 1) from None
-        raise
+        raise SystemExit(trace_of_script(error)) from None
     except SystemExit as left:  # with its own message, or without a word
         why = f"{path} ended while it was imported, with code {left.code or 0}: nothing was trained"
         raise left if isinstance(left.code, str) else LaunchError(why, 1) from None
     if not callable(getattr(module, "main", None)) or not calls_main(path.read_bytes()):
         raise LaunchError(f'{path} has no main() that it calls if __name__ == "__main__": begin with a copy of train_gpt.py', 1)
     return module
+
+
+def trace_of_script(error: Exception) -> str:
+    """Of a bug as it is imported: what Python says if it runs the script itself, without the frames of this file and of imports
+    above the script's."""
+    trace, here = error.__traceback__, trace_of_script.__code__.co_filename
+    while trace and trace.tb_frame.f_code.co_filename.startswith((here, "<frozen importlib")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(trace))).rstrip()
 
 
 def show_environment() -> None:

@@ -28,6 +28,7 @@ def start(monkeypatch, capfd):
         printed = "".join(capfd.readouterr())
         return exit_.value.code, printed.splitlines(), started[0] if started else ()
 
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which PyTorch's compiler sets, in this process too
     monkeypatch.delenv("RANKS", raising=False)
     monkeypatch.delenv("SCRIPT", raising=False)
     return run
