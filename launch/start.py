@@ -25,6 +25,7 @@ import ast
 import contextlib
 import dataclasses
 import fcntl
+import difflib
 import importlib.util
 import itertools
 import locale
@@ -665,11 +666,21 @@ def gaps(shards: dict[str, str]) -> Iterator[str]:
 
 def check_plain(settings: type, presets: dict[str, dict]) -> None:
     """Raise LaunchError for a setting that is no bool, int, float or str: no option gives it, no checkpoint gives it back; for
-    one whose values are not of its type, as of checkpoints and logs they would be; for the name of an option of our own."""
+    one whose values are not of its type, as of checkpoints and logs they would be; for the name of an option of our own; for a
+    preset's name that no setting has; for settings that a run cannot give its id."""
     kinds = typing.get_type_hints(settings)
+    for name, changes in presets.items():
+        if odd := [x for x in changes if x not in kinds]:
+            near = difflib.get_close_matches(f"{odd[0]}", kinds, 1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise LaunchError(f"the preset {name!r} gives {odd[0]!r}, and no setting has that name{meant}", 1)
+    if settings.__dataclass_params__.frozen or "__slots__" in vars(settings):
+        raise LaunchError(f"{settings.__name__} is frozen or has slots, and a run names itself there: make it neither", 1)
     for field in dataclasses.fields(settings):
         if field.name in ("help", "preset"):
             raise LaunchError(f"the setting {field.name} has the name of an option that all scripts have: rename it", 1)
+        if field.default is dataclasses.MISSING:
+            raise LaunchError(f"the setting {field.name} has no default of its own: give one, as setting(1, 'meaning')", 1)
         values = [field.default, *(preset[field.name] for preset in presets.values() if field.name in preset)]
         if odd := [kind for kind in (kinds[field.name], *map(type, values)) if kind not in PLAIN]:
             name = getattr(odd[0], "__qualname__", odd[0])

@@ -72,7 +72,7 @@ class Hub(ThreadingHTTPServer):
         """A client that went away is part of these tests."""
 
     def gets(self) -> list[tuple[str, str | None]]:
-        """Of files: the client also asks for what is its own, at times once a day."""
+        """Of files."""
         return [(path, span) for method, path, span in self.log if method == "GET" and "/resolve/" in path]
 
 
@@ -130,6 +130,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer_api(self, path: str) -> None:
         if self.server.says and "datasets" in path:
             return self.reply(200, self.server.says, {})
+        if not path.startswith("api/datasets/"):  # as what the library asks once a day, and keeps
+            return self.reply(200, b"[1]", {})
         if path.endswith("/revision/main") or path == "api/datasets/HuggingFaceFW/fineweb":
             return self.reply(200, json.dumps({"id": "HuggingFaceFW/fineweb", "sha": self.server.commit}).encode(), {})
         subset = path.split(f"/tree/{COMMIT}/")[1]
@@ -179,7 +181,7 @@ def environment_of(hub: Hub, folder: Path) -> dict[str, str]:
     ours = ("HF_", "HUGGING", "TIKTOKEN")
     environment = {name: value for name, value in os.environ.items() if not name.upper().startswith(ours)}
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(folder / "home")}
-    environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "TIKTOKEN_CACHE_DIR": str(folder / "tiktoken")}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "TIKTOKEN_CACHE_DIR": str(folder / "tiktoken")}
     for proxy in ("http_proxy", "https_proxy", "all_proxy"):
         environment |= {proxy: dead, proxy.upper(): dead}
     return environment | {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
@@ -334,6 +336,19 @@ def test_fetches_the_shards_asked_for_and_asks_for_nothing_when_they_are_whole(
     hub.log.clear()
     code, out, _ = run("cached_fineweb10B.py", hub, tmp_path, "2")
     assert code == 0 and "3 shards" in out and hub.log == []
+
+
+@pytest.mark.parametrize("kept", ["[1]", "NaN", '"login"', '{"harnesses": [1]}', '{"harnesses": {"x": {"envVars": 5}}}'])
+def test_a_hub_is_asked_for_nothing_else_and_what_one_has_said_breaks_nothing(
+    hub: Hub, shards: dict[str, bytes], tmp_path: Path, kept: str
+) -> None:
+    """The library keeps for a day what any hub says of programs that may use it; each later request failed by it."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".agent_harnesses.json").write_text(kept)
+    assert run("cached_fineweb10B.py", hub, tmp_path, "1")[0] == 0
+    (tmp_path / "home" / ".agent_harnesses.json").unlink()
+    assert run("cached_fineweb10B.py", hub, tmp_path, "2")[0] == 0
+    assert {path for _, path, _ in hub.log} == {f"{CACHED}/{name}" for name in first(shards, 3)}
 
 
 @pytest.mark.parametrize("how", ["drop", "reset"])

@@ -765,6 +765,8 @@ ODD_SETTINGS = {
     "a text": ("gamma: int = '1'", "gamma is of type int, and '1' is none"),
     "an option": ("preset: str = 'x'", "preset has the name of an option that all scripts have: rename it"),
     "the other option": ("help: str = 'x'", "help has the name of an option that all scripts have: rename it"),
+    "a function's": ("warm: int = __import__('dataclasses').field(default_factory=int)",
+                     "warm has no default of its own: give one, as setting(1, 'meaning')"),
 }
 DEFAULTS = {  # of a new setting, which a user did not give: he was told of an option
     "z_loss: float = 0.0": r"--z_loss=0\.0: must be positive and finite",
@@ -781,6 +783,27 @@ def test_a_setting_must_be_of_its_type_and_have_a_name_of_its_own(start, shards,
     (tmp_path / "idea.py").write_text(SCRIPT.read_text().replace(line, f"    {field}\n{line}"))
     code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
     assert (code, started) == (1, ()) and lines[-1] == f"idea.py: error: the setting {said}"
+
+
+ODD_CLASSES = {  # changes of the script's settings, and presets
+    "a misspelt name": ("vocab_size=257, bos_id=256,", "vocab_size=257, bos_ids=256,", "the preset 'demo' gives 'bos_ids', and no setting has that name "
+                        "(did you mean bos_id?)"),
+    "a name like none": ("vocab_size=257, bos_id", "vocab_size=257, warmth=2, bos_id", "the preset 'demo' gives 'warmth', and no setting has that name"),
+    "frozen": ("@dataclass\nclass Hyper", "@dataclass(frozen=True)\nclass Hyper",
+               "Hyperparameters is frozen or has slots, and a run names itself there: make it neither"),
+    "slots": ("@dataclass\nclass Hyper", "@dataclass(slots=True)\nclass Hyper",
+              "Hyperparameters is frozen or has slots, and a run names itself there: make it neither"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD_CLASSES)
+def test_settings_that_no_run_could_have_are_told_before_the_ranks_start(start, shards, tmp_path, case):
+    """Tracebacks, of the launcher or of a rank."""
+    old, new, said = ODD_CLASSES[case]
+    assert (source := SCRIPT.read_text()).count(old) == 1
+    (tmp_path / "idea.py").write_text(source.replace(old, new))
+    code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
+    assert (code, started) == (1, ()) and lines[-1] == f"idea.py: error: {said}"
 
 
 @pytest.mark.parametrize("field", DEFAULTS)
