@@ -120,7 +120,7 @@ class Clock:
     """Training time: what lies between start and stop, each on a synchronised device."""
 
     def __init__(self, device: torch.device):
-        self.device, self.before, self.started = device, 0.0, 0.0  # before: seconds until the last stop
+        self.device, self.before, self.started = device, 0.0, None  # before: seconds until the last stop; None: it stands
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -132,10 +132,10 @@ class Clock:
 
     def stop(self) -> None:
         self.synchronize()
-        self.before = self.read()
+        self.before, self.started = self.read(), None
 
-    def read(self) -> float:  # seconds, running; wait for the device first, or for the event of the step that is read
-        return self.before + time.perf_counter() - self.started
+    def read(self) -> float:  # seconds; running, wait for the device first, or for the event of the step that is read
+        return self.before + (0 if self.started is None else time.perf_counter() - self.started)
 
 
 class StepReport:

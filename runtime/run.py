@@ -23,6 +23,7 @@ from launch.machine import check_common, checksum, checksums, peak_memory, refus
 from launch.nests import differences, map_tensors, non_finite
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
+from launch.steps import Steps, saved_steps
 from launch.unsaved import check_names, kept_outside, warm_up_traces
 from runtime import checkpoints
 from runtime.log import Clock, Log, StepReport, log_header, step_line
@@ -41,7 +42,7 @@ class Run:
         self.clock, self.first_step, self.total = Clock(ranks.device), 0, settings.total_iterations
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.pending: StepReport | None = None  # on a GPU, of a step that is launched and not yet through
-        self.faults, self.unsaved, self.locks = [], "", []  # data that fail on this rank; on the first: a failed save, the lock
+        self.steps, self.faults, self.unsaved, self.locks = Steps(), [], "", []  # data that fail on this rank; on the first: a failed save, the lock
         self.at_end: Callable = lambda: ""  # called by all ranks once they are through, or have agreed to stop: what is lost
 
     def __enter__(self) -> Self:
@@ -105,6 +106,7 @@ class Run:
         gc.freeze()
         self.tokens, self.tokens_done = (sum(map(self.manager.batch_tokens, range(n))) for n in (self.total, self.first_step))
         self.signals.in_training, self.signals.trained, self.signals.has_peers = True, True, self.ranks.world_size > 1
+        self.steps.made = self.first_step
         self.clock.start()
 
     def ahead(self, open_batches: Callable[[], Iterator], share: int, steps: int) -> Iterator:
@@ -114,14 +116,16 @@ class Run:
         if any(self.ranks.gather(self.faults)):
             self.signals.agreed = FAULT
             batches.close()
-        return iter(batches)
+        return self.steps.counted(iter(batches), share)
 
     def report_loss(self, step: int, loss: torch.Tensor) -> None:
         """Send this rank's loss, 0-dim, on its way to all, behind the step's last backward pass."""
+        self.steps.report(step, self.must_pause(step))
         self.current = StepReport(step, loss, self._stop(), self.ranks)
 
     def agree_on_loss(self, step: int) -> None:
         """Wait for all ranks' losses and signals. Raises AgreedError, naming parameters, for a loss that is not finite."""
+        self.steps.agree(step)
         loss, self.signals.agreed = self.current.read()
         if not math.isfinite(loss):
             fault = f"the training loss is {loss} at step {step}: stopped before its update; {self._not_finite(loss)}"
@@ -129,6 +133,7 @@ class Run:
 
     def end_step(self) -> None:
         """Write the step's line; on a GPU that of the step before, which the device is through with."""
+        self.steps.end()
         self.current.end()
         self._write_pending()
         self.pending = self.current
@@ -151,15 +156,15 @@ class Run:
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
-        """The clock stands. Saves if that is due; stops the run, before or after the block, once all ranks agreed to."""
+        """The clock stands. Between steps: saves if that is due; stops, before or after the block, once all ranks agreed to."""
         self._write_pending()
         self.clock.stop()
-        self.signals.pausing = True
-        if step in self.saved_steps and not self.signals.agreed:
+        self.signals.pausing, between = True, self.steps.pause(step)
+        if between and step in self.saved_steps and not self.signals.agreed:
             self._save(step)
-        self._stop_if_agreed(step)
+        between and self._stop_if_agreed(step)
         yield
-        self._stop_if_agreed(step)
+        between and self._stop_if_agreed(step)
         self.signals.pausing = False
         self.clock.start()
 
@@ -174,10 +179,11 @@ class Run:
     def log_validation(self, step: int, loss: float) -> None:
         """Write a validation's line, unless it was cut short. Raises AgreedError for what is not finite or not common."""
         if not self.signals.agreed:
+            self.steps.validation(step, loss)
             if culprits := self._not_finite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
             check_common(self.ranks, self.log.write, "weights", self.manager.live_tensors()["weights"], f"at step {step}")
-            self.log.write(step_line(step, self.total, self.clock.before, loss))
+            self.log.write(step_line(step, self.total, self.clock.read(), loss))
 
     def _not_finite(self, loss: float) -> str:  # labels of weights, or else of gradients, on any rank; empty if all is finite
         for kind, tensors in self.manager.live_tensors().items():
@@ -239,14 +245,9 @@ class Run:
                 self.log.write(f"no sample: {type(error).__name__}: {error}")
         self.log.close()
         cut = f"{self.log.path} lacks its last lines" * bool(self.log.unwritten)
-        if lacks := " and ".join(filter(None, [cut, self.unsaved, lost])):
+        unmade = self.steps.lacks(self.total, self.must_pause(self.total)) * self.ranks.first
+        if lacks := " and ".join(filter(None, [cut, self.unsaved, lost, *unmade])):
             raise RunError(f"all steps are done, but {lacks}")
-
-
-def saved_steps(settings: Any, first: int) -> set[int]:
-    """The steps before which a run that begins at `first` writes a checkpoint, the end among them."""
-    every, last = settings.save_every, settings.total_iterations
-    return {step for step in (*range(every, last, every), last) if step > first} if every else set()
 
 
 def check_start(script: ModuleType, settings: Any, world_size: int) -> None:

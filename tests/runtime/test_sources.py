@@ -88,7 +88,7 @@ def test_the_log_holds_every_file_that_was_imported(idea, project):
     found = sources_of(idea / "logs" / "run.txt")
     runtime = {f"runtime/{path.name}" for path in (project / "runtime").glob("*.py")}
     data = {"data/__init__.py", "data/encodings.py", "data/loader.py", "data/shards.py"}
-    launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "nests", "signals", "sources", "unsaved")}
+    launch = {f"launch/{name}.py" for name in ("__init__", "console", "machine", "nests", "signals", "sources", "steps", "unsaved")}
     others = {"ideas/idea.py", "ideas/my_kernels.py", *(path.name for path in MODULES)}
     others -= {"train_gpt.py"}  # the idea
     assert {*found} == others | launch | data | runtime

@@ -1,0 +1,114 @@
+"""A loop of a user's own: each call of a run in its place, or the run says so."""
+
+import inspect
+import re
+
+import pytest
+
+import train_gpt
+from common import SCRIPT, ends_with, lines_of, options, unequal
+from runtime.checkpoints import read_checkpoint
+from train_gpt import main
+
+PAUSED = "                with run.paused(step):  # the clock stands; saves; leaves here if all ranks agreed to stop\n"
+VALIDATED = ("                    if is_validated(step, h):\n"
+             "                        run.log_validation(step, validate(step, manager, run))\n")  # fmt: skip
+END = "            run.end_step()\n"
+LEFT = "            if step == h.total_iterations:\n                break\n"
+AGREED = "            run.agree_on_loss(step)"
+STARTED = "        run.start_clock()\n"
+CLOSED = "        batches.close()\n"
+LAST = "run.log_validation(h.total_iterations, validate(h.total_iterations, manager, run))\n"
+
+
+@pytest.fixture
+def change(monkeypatch, no_warm_up):
+    """change(function, (old, new), …): the script's function, with these texts in place of those, which stand there once."""
+
+    def changed(name: str, *texts: tuple[str, str]) -> None:
+        source = inspect.getsource(getattr(train_gpt, name))
+        for old, new in texts:
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        exec(compile(source, f"{SCRIPT}", "exec"), vars(train_gpt), found := {})
+        monkeypatch.setattr(train_gpt, name, found[name])
+
+    return changed
+
+
+OUT_OF_PLACE = {  # the changes of train(), and what is said
+    "saved after its step": ([(PAUSED, PAUSED.replace("paused(step)", "paused(step - 1)"))],
+                             "a validation of step|run.must_pause\\(3\\) is true: a checkpoint or a signal is passed over without `with "
+                             "run.paused\\(3\\)` before anything of the step"),
+    "never paused": ([(PAUSED, "                if True:\n")], "run.must_pause\\(3\\) is true: a checkpoint or a signal is passed over"),
+    "validated after its step": ([(VALIDATED, "                        pass\n"), (END, END + "            if is_validated(step, h):\n"
+                                  "                run.log_validation(step, 1.0)\n")],
+                                 "a validation of step 0 after 1 steps that called run.end_step: the weights are not that step's"),
+    "validated within its step": ([(VALIDATED, "                        pass\n"), (AGREED, "            run.log_validation(step, 1.0)\n"
+                                   + AGREED)], "a validation of step 0 after 0 steps that called run.end_step, and a part of the next"),
+    "a step that is skipped": ([(LEFT, LEFT + "            if step == 2:\n                continue\n")],
+                               "run.report_loss\\(3\\), and the next step is 2: each step calls run.report_loss, run.agree_on_loss"),
+    "a step twice": ([(LEFT, LEFT + "            step = min(step, 1)\n")], "run.report_loss\\(1\\), and the next step is 2"),
+    "no end of a step": ([(END, "")], "step 0 has no run.end_step\\(\\): each step calls"),
+    "no agreement": ([(AGREED, "            #")], "run.end_step\\(\\) without run.agree_on_loss before it: each step"),
+    "no loss": ([(AGREED, "            run.agree_on_loss(step)\n" + AGREED), (END, END + "            run.agree_on_loss(step)\n")],
+                "run.agree_on_loss\\(0\\) without run.report_loss\\(0\\) before it: each step"),
+    "no start": ([(STARTED, "")], "run.start_clock\\(\\) comes before the loop"),
+    "a validation of nothing": ([("validate(step, manager, run)", "validate(step, manager, run) and None")],
+                                "the validation of step 0 gave None: must give its loss, a number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUT_OF_PLACE)
+def test_a_call_out_of_its_place_is_told(shards, tmp_path, capsys, change, case):
+    """Checkpoints held a step's gradients, or the next step; runs that lacked steps were whole to the tools."""
+    texts, said = OUT_OF_PLACE[case]
+    change("train", *texts)
+    ends_with(capsys, options(shards, tmp_path, save_every=3), f"error: ({said})", 1)
+
+
+ELSEWHERE = {  # where train() pauses once more
+    "after its step": ("train", END, "{0}            with run.paused(step):\n                pass\n"),
+    "before its update": ("train", AGREED, "            with run.paused(step):\n                pass\n{0}"),
+    "between micro-batches": ("forward_backward", "        loss.backward()\n",
+                              "        loss.backward()\n        with run.paused(step):\n            pass\n"),
+    "after it, before the next": ("train", END, "{0}            with run.paused(step + 1):\n                pass\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_pause_elsewhere_stops_the_clock_alone(shards, tmp_path, change, place):
+    """For what is not timed, as statistics. It wrote the checkpoint again, of a state that was no step's."""
+    main(options(shards, tmp_path / "plain", save_every=3))
+    name, old, new = ELSEWHERE[place]
+    change(name, (old, new.format(old)))
+    main(options(shards, tmp_path / "paused", save_every=3))
+    (plain, paused) = (tmp_path / folder / "logs" for folder in ("plain", "paused"))
+    untimed = lambda folder: re.sub(r"train_time:.*|resident: .*", "", lines_of(folder / "run.txt"))
+    assert untimed(plain) == untimed(paused)
+    names = [path.name for path in sorted((plain / "run").iterdir())]
+    assert names == [path.name for path in sorted((paused / "run").iterdir())] and len(names) > 1
+    for name in names:
+        assert not unequal(*(read_checkpoint(folder / "run" / name)["state"] for folder in (plain, paused)))
+
+
+def test_a_validation_that_is_timed_says_so(shards, tmp_path, change):
+    """Outside of a pause its line had the time of the pause before it, so 0 without one."""
+    change("train", (PAUSED, "                if True:\n"))
+    main(options(shards, tmp_path))
+    times = [int(time) for time in re.findall(r"train_time:(\d+)ms", (tmp_path / "logs" / "run.txt").read_text())]
+    assert times == sorted(times) and times[-1] > times[0]
+
+
+def test_what_the_end_lacks_is_told(shards, tmp_path, capsys, change):
+    """A validation after the loop takes no part in a pause, which saves."""
+    one_less = ("range(run.first_step, h.total_iterations + 1)", "range(run.first_step, h.total_iterations)")
+    change("train", one_less, (CLOSED, f"{CLOSED}        {LAST}"))
+    said = "all steps are done, but no checkpoint is of its end, without `with run.paused` after the last step"
+    ends_with(capsys, options(shards, tmp_path, save_every=3), said, 1)
+    main(options(shards, tmp_path, run_id="unsaved"))
+
+
+def test_a_run_without_its_last_validation_is_told(shards, tmp_path, capsys, change):
+    change("train", ("range(run.first_step, h.total_iterations + 1)", "range(run.first_step, h.total_iterations)"))
+    ends_with(capsys, options(shards, tmp_path), "all steps are done, but its log lacks the validation of its end", 1)
