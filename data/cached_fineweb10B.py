@@ -39,7 +39,7 @@ tqdm = import_tqdm()
 # Of the current folder it would send what a file `token` there holds.
 unset_if_empty("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME")
 # The library would ask the hub what to tell it of this machine, and keep for a day an answer that may break each later request.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = os.environ.get("HF_HUB_DISABLE_TELEMETRY") or "1"
 if fault := hub_fault():  # before its library is imported
     sys.exit(f"{Path(sys.argv[0]).name}: error: {fault}")
 

@@ -24,8 +24,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
 import ast
 import contextlib
 import dataclasses
-import fcntl
 import difflib
+import fcntl
 import importlib.util
 import itertools
 import locale
@@ -566,7 +566,7 @@ def check(script: ModuleType, options: list[str], asked: int | None, moves: bool
         has = getattr(getattr(script, "Hyperparameters", None), "__dataclass_fields__", {}) if moves or Path.cwd() != ROOT else {}
         meant = [name for name in paths if name in has and not is_given(name, options)]
         return asked or usual_ranks(gpus, 8), options + [f"--{name}={ROOT / paths[name]}" for name in meant]
-    check_plain(script.Hyperparameters, script.PRESETS)
+    check_settings(script.Hyperparameters, script.PRESETS)
     check_defaults(settings.check_values, script.Hyperparameters, script.PRESETS)
     try:
         s = settings.parse_options(script.Hyperparameters, script.PRESETS, "", options)
@@ -664,7 +664,7 @@ def gaps(shards: dict[str, str]) -> Iterator[str]:
             yield f"data: {prefix}{after}.bin follows {prefix}{before}.bin: what lay between is not trained on"
 
 
-def check_plain(settings: type, presets: dict[str, dict]) -> None:
+def check_settings(settings: type, presets: dict[str, dict]) -> None:
     """Raise LaunchError for a setting that is no bool, int, float or str: no option gives it, no checkpoint gives it back; for
     one whose values are not of its type, as of checkpoints and logs they would be; for the name of an option of our own; for a
     preset's name that no setting has; for settings that a run cannot give its id."""

@@ -23,7 +23,7 @@ class Steps:
         self.made = -1  # steps, those before a resumption too; -1: the clock has not begun
         self.reported, self.agreed = False, False  # of the step that is being made
         self.taken, self.share = 0, 1  # micro-batches, and how many a step has
-        self.paused, self.validated = -1, -1  # the last step before which the run has paused, and was validated
+        self.validated = -1  # the last step before which the run was
 
     def counted(self, batches: Iterator, share: int) -> Iterator:
         """The micro-batches, of which a step has `share`."""
@@ -33,19 +33,17 @@ class Steps:
                 self.taken += 1
                 yield batch
 
-    def pause(self, step: int) -> bool:
-        """Is this pause before `step`, with the whole of all steps before made, and nothing of itself? Else a checkpoint would hold
-        a part of a step, or the next one."""
-        between = step == self.made and not self.reported and self.taken % self.share == 0
-        self.paused = step if between else self.paused
-        return between
+    def are_before(self, step: int) -> bool:
+        """Are all steps before `step` made, and nothing of itself? Else a checkpoint would hold a part of it, or the next one."""
+        return step == self.made and not self.reported and self.taken % self.share == 0
 
-    def report(self, step: int, must_pause: bool) -> None:
+    def report(self, step: int, due: bool) -> None:
+        """due: a pause before the step."""
         self._check_begun()
         refuse_if(self.reported, f"step {self.made} has no run.end_step(): {CALLS}")
         refuse_if(step != self.made, f"run.report_loss({step}), and the next step is {self.made}: {CALLS}")
         passed_over = f"a checkpoint or a signal is passed over without `with run.paused({step})` before anything of the step"
-        refuse_if(must_pause and self.paused != step, f"run.must_pause({step}) is true: {passed_over}")
+        refuse_if(due, f"run.must_pause({step}) is true: {passed_over}")
         self.reported = True
 
     def agree(self, step: int) -> None:
@@ -63,9 +61,9 @@ class Steps:
         refuse_if(step != self.made or self.reported, f"a validation of step {step} after {made}: the weights are not that step's")
         self.validated = step
 
-    def lacks(self, last: int, saves: bool) -> list[str]:
-        """What a run that has made all its steps has not written."""
-        unsaved = "no checkpoint is of its end, without `with run.paused` after the last step" * (saves and self.paused != last)
+    def lacks(self, last: int, due: bool) -> list[str]:
+        """What a run that has made all its steps has not written. due: a pause after the last."""
+        unsaved = "no checkpoint is of its end, without `with run.paused` after the last step" * due
         return [unsaved, "its log lacks the validation of its end" * (self.validated != last)]
 
     def _check_begun(self) -> None:

@@ -435,11 +435,11 @@ def read_steps(text: bytes, start: int, log: RunLog) -> None:
         log.problems.append(f"lines of steps that are not the trainer's are not read: {len(foreign)}, such as {example!r}")
     log.total = int(totals[-1]) if totals and log.total is None else log.total
     back = order != sorted(order) and next((a, b) for a, b in pairwise(order) if b < a)
-    again = [f"step {a} stands twice: it was made again" for a, b in pairwise(steps) if a == b]
+    again = next((f"step {a} stands twice: it was made again" for a, b in pairwise(steps) if a == b), "")
     log.fault = (
         f"step {back[1]} comes after step {back[0]}: more than one run in a log"
         if back
-        else twice or "".join(again[:1]) or wrong_time(log) or early_validation(log, ended) or incomplete(log, order, body)
+        else twice or again or wrong_time(log) or early_validation(log, ended) or incomplete(log, order, body)
     )
     if end >= 0 and log.fault.startswith("cut short at") and PLAIN_LINE.search(text, end):
         log.fault += ": there a sample begins, behind which nothing is read: give one in mid-run another title"
@@ -480,7 +480,7 @@ def wrong_time(log: RunLog) -> str:
 
 
 def early_validation(log: RunLog, ended: dict[int, float]) -> str:
-    """The same of a validation, which comes after its step; ended: what the steps' own lines say, in ms."""
+    """Which validation's time is before that of its own step; ended: what the steps' own lines say, in ms."""
     for step, _, time in log.validations:
         if time is not None and step > UNTIMED and time < 0.99 * ended.get(step, 0) - 1:
             return f"wrong time: {time:g} ms at the validation of step {step}, which had ended at {ended[step]:g} ms"

@@ -39,10 +39,10 @@ class Run:
 
     def __init__(self, settings: Any, ranks: Ranks, signals: Signals, sources: Sources):
         self.settings, self.ranks, self.signals, self.sources = settings, ranks, signals, sources
-        self.clock, self.first_step, self.total = Clock(ranks.device), 0, settings.total_iterations
+        self.steps, self.clock, self.first_step, self.total = Steps(), Clock(ranks.device), 0, settings.total_iterations
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.pending: StepReport | None = None  # on a GPU, of a step that is launched and not yet through
-        self.steps, self.faults, self.unsaved, self.locks = Steps(), [], "", []  # data that fail on this rank; on the first: a failed save, the lock
+        self.faults, self.unsaved, self.locks = [], "", []  # data that fail on this rank; on the first: a failed save, the lock
         self.at_end: Callable = lambda: ""  # called by all ranks once they are through, or have agreed to stop: what is lost
 
     def __enter__(self) -> Self:
@@ -99,8 +99,7 @@ class Run:
             self.resumed = None  # as large as the model with its optimizer
 
     def start_clock(self) -> None:
-        """From here on time counts, and a signal waits for its step. Garbage is collected once, before: after compiling, a full
-        collection takes most of a second, and all ranks wait for the slowest."""
+        """From here on time counts, and a signal waits for its step. A full collection, of most of a second, comes before."""
         pickle.loads(pickle.dumps(torch.zeros(1)))  # imports what a save needs: the project or its packages may move
         gc.collect()
         gc.freeze()
@@ -159,8 +158,9 @@ class Run:
         """The clock stands. Between steps: saves if that is due; stops, before or after the block, once all ranks agreed to."""
         self._write_pending()
         self.clock.stop()
-        self.signals.pausing, between = True, self.steps.pause(step)
+        self.signals.pausing, between = True, self.steps.are_before(step)
         if between and step in self.saved_steps and not self.signals.agreed:
+            self.saved_steps.remove(step)  # due no more
             self._save(step)
         between and self._stop_if_agreed(step)
         yield

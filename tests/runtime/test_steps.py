@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import signal
 
 import pytest
 
@@ -36,44 +37,79 @@ def change(monkeypatch, no_warm_up):
     return changed
 
 
-OUT_OF_PLACE = {  # the changes of train(), and what is said
-    "saved after its step": ([(PAUSED, PAUSED.replace("paused(step)", "paused(step - 1)"))],
-                             "a validation of step|run.must_pause\\(3\\) is true: a checkpoint or a signal is passed over without `with "
-                             "run.paused\\(3\\)` before anything of the step"),
-    "never paused": ([(PAUSED, "                if True:\n")], "run.must_pause\\(3\\) is true: a checkpoint or a signal is passed over"),
-    "validated after its step": ([(VALIDATED, "                        pass\n"), (END, END + "            if is_validated(step, h):\n"
-                                  "                run.log_validation(step, 1.0)\n")],
-                                 "a validation of step 0 after 1 steps that called run.end_step: the weights are not that step's"),
-    "validated within its step": ([(VALIDATED, "                        pass\n"), (AGREED, "            run.log_validation(step, 1.0)\n"
-                                   + AGREED)], "a validation of step 0 after 0 steps that called run.end_step, and a part of the next"),
-    "a step that is skipped": ([(LEFT, LEFT + "            if step == 2:\n                continue\n")],
-                               "run.report_loss\\(3\\), and the next step is 2: each step calls run.report_loss, run.agree_on_loss"),
-    "a step twice": ([(LEFT, LEFT + "            step = min(step, 1)\n")], "run.report_loss\\(1\\), and the next step is 2"),
-    "no end of a step": ([(END, "")], "step 0 has no run.end_step\\(\\): each step calls"),
-    "no agreement": ([(AGREED, "            #")], "run.end_step\\(\\) without run.agree_on_loss before it: each step"),
-    "no loss": ([(AGREED, "            run.agree_on_loss(step)\n" + AGREED), (END, END + "            run.agree_on_loss(step)\n")],
-                "run.agree_on_loss\\(0\\) without run.report_loss\\(0\\) before it: each step"),
-    "no start": ([(STARTED, "")], "run.start_clock\\(\\) comes before the loop"),
-    "a validation of nothing": ([("validate(step, manager, run)", "validate(step, manager, run) and None")],
-                                "the validation of step 0 gave None: must give its loss, a number"),
-}  # fmt: skip
+NEVER_PAUSED = PAUSED, "                if True:\n"
+VALIDATED_ELSEWHERE = VALIDATED, "                        pass\n"
+OUT_OF_PLACE = {  # what is said, and the changes of train()
+    "paused at the step before": (
+        "run.must_pause(3) is true: a checkpoint or a signal is passed over without `with run.paused(3)` before anything",
+        (PAUSED, PAUSED.replace("paused(step)", "paused(step - 1)")),
+    ),
+    "never paused": ("run.must_pause(3) is true: a checkpoint or a signal is passed over", NEVER_PAUSED),
+    "validated after its step": (
+        "a validation of step 0 after 1 steps that called run.end_step: the weights are not that step's",
+        VALIDATED_ELSEWHERE,
+        (END, f"{END}            is_validated(step, h) and run.log_validation(step, 1.0)\n"),
+    ),
+    "validated within its step": (
+        "a validation of step 0 after 0 steps that called run.end_step, and a part of the next: the weights are not",
+        VALIDATED_ELSEWHERE,
+        (AGREED, f"            run.log_validation(step, 1.0)\n{AGREED}"),
+    ),
+    "a step that is skipped": (
+        "run.report_loss(3), and the next step is 2: each step calls run.report_loss, run.agree_on_loss and run.end_step once",
+        (LEFT, f"{LEFT}            if step == 2:\n                continue\n"),
+    ),
+    "a step twice": ("run.report_loss(1), and the next step is 2", (LEFT, f"{LEFT}            step = min(step, 1)\n")),
+    "no end of a step": ("step 0 has no run.end_step(): each step calls", (END, "")),
+    "no agreement": ("run.end_step() without run.agree_on_loss before it: each step", (AGREED, "            #")),
+    "no loss": (
+        "run.agree_on_loss(0) without run.report_loss(0) before it: each step",
+        ("            forward_backward(step", "            (step"),
+    ),
+    "no start": ("run.start_clock() comes before the loop", (STARTED, "")),
+    "a validation of nothing": (
+        "the validation of step 0 gave None: must give its loss, a number",
+        ("validate(step, manager, run)", "validate(step, manager, run) and None"),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", OUT_OF_PLACE)
 def test_a_call_out_of_its_place_is_told(shards, tmp_path, capsys, change, case):
     """Checkpoints held a step's gradients, or the next step; runs that lacked steps were whole to the tools."""
-    texts, said = OUT_OF_PLACE[case]
+    said, *texts = OUT_OF_PLACE[case]
     change("train", *texts)
-    ends_with(capsys, options(shards, tmp_path, save_every=3), f"error: ({said})", 1)
+    ends_with(capsys, options(shards, tmp_path, save_every=3), f"error: {re.escape(said)}", 1)
 
 
+def test_a_signal_that_is_passed_over_is_told_too(shards, tmp_path, capsys, change):
+    """A loop without pauses went on, and after 25 s another rank was said to hang."""
+    heard = f"            if step == 2:\n                signals.received = {signal.SIGTERM:d}\n"
+    change("train", NEVER_PAUSED, (LEFT, f"{LEFT}{heard}"))
+    ends_with(capsys, options(shards, tmp_path), r"error: run.must_pause\(3\) is true: a checkpoint or a signal is passed over", 1)
+
+
+@pytest.mark.parametrize("after", [END, f"{AGREED}  # an infinity or NaN ends the run here, before it reaches the weights\n"])
+def test_a_signal_in_a_pause_of_a_step_is_obeyed_before_the_next(shards, tmp_path, change, after):
+    """The checkpoint had the number of the step before, or gradients of its own step: a resumption made them twice."""
+    main(options(shards, tmp_path / "plain", save_every=1, keep_checkpoints=9))
+    heard = f"                if step == 4:\n                    signals.received = {signal.SIGTERM:d}\n"
+    change("train", (after, f"{after}            with run.paused(step):\n{heard}"))
+    with pytest.raises(SystemExit, match="143"):
+        main(options(shards, tmp_path / "paused", save_every=99))
+    assert "stopped by SIGTERM after step:6/8: checkpoint " in lines_of(tmp_path / "paused" / "logs" / "run.txt")
+    plain, paused = (read_checkpoint(tmp_path / x / "logs" / "run" / "step_000006.pt")["state"] for x in ("plain", "paused"))
+    assert not unequal(plain, paused)
+
+
+PAUSE = "            with run.paused(step):\n                pass\n"
 ELSEWHERE = {  # where train() pauses once more
-    "after its step": ("train", END, "{0}            with run.paused(step):\n                pass\n"),
-    "before its update": ("train", AGREED, "            with run.paused(step):\n                pass\n{0}"),
-    "between micro-batches": ("forward_backward", "        loss.backward()\n",
-                              "        loss.backward()\n        with run.paused(step):\n            pass\n"),
-    "after it, before the next": ("train", END, "{0}            with run.paused(step + 1):\n                pass\n"),
-}  # fmt: skip
+    "after its step": ("train", END, END + PAUSE),
+    "after it, before the next": ("train", END, END + PAUSE.replace("(step)", "(step + 1)")),
+    "after its schedule": ("train", "            forward_backward(", f"{PAUSE}            forward_backward("),
+    "before its update": ("train", AGREED, PAUSE + AGREED),
+    "between micro-batches": ("forward_backward", "        loss.backward()\n", f"        loss.backward()\n{PAUSE[4:]}"),
+}
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
@@ -81,7 +117,7 @@ def test_a_pause_elsewhere_stops_the_clock_alone(shards, tmp_path, change, place
     """For what is not timed, as statistics. It wrote the checkpoint again, of a state that was no step's."""
     main(options(shards, tmp_path / "plain", save_every=3))
     name, old, new = ELSEWHERE[place]
-    change(name, (old, new.format(old)))
+    change(name, (old, new))
     main(options(shards, tmp_path / "paused", save_every=3))
     (plain, paused) = (tmp_path / folder / "logs" for folder in ("plain", "paused"))
     untimed = lambda folder: re.sub(r"train_time:.*|resident: .*", "", lines_of(folder / "run.txt"))
@@ -90,6 +126,13 @@ def test_a_pause_elsewhere_stops_the_clock_alone(shards, tmp_path, change, place
     assert names == [path.name for path in sorted((paused / "run").iterdir())] and len(names) > 1
     for name in names:
         assert not unequal(*(read_checkpoint(folder / "run" / name)["state"] for folder in (plain, paused)))
+
+
+def test_a_pause_between_micro_batches_is_none_before_the_step(shards, tmp_path, capsys, change):
+    """The checkpoint of a step would hold a part of its gradients."""
+    change("train", NEVER_PAUSED)
+    change("forward_backward", ELSEWHERE["between micro-batches"][1:])
+    ends_with(capsys, options(shards, tmp_path, save_every=3), r"error: run.must_pause\(3\) is true", 1)
 
 
 def test_a_validation_that_is_timed_says_so(shards, tmp_path, change):
