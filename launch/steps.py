@@ -22,20 +22,23 @@ class Steps:
     def __init__(self):
         self.made = -1  # steps, those before a resumption too; -1: the clock has not begun
         self.reported, self.agreed = False, False  # of the step that is being made
-        self.taken, self.share = 0, 1  # micro-batches, and how many a step has
+        self.begun: dict[object, int] = {}  # of each iteration over micro-batches: how many it has taken of a step
         self.validated = -1  # the last step before which the run was
 
     def counted(self, batches: Iterator, share: int) -> Iterator:
         """The micro-batches, of which a step has `share`."""
-        self.share = share
-        with closing(batches):
-            for batch in batches:
-                self.taken += 1
-                yield batch
+        iteration = object()
+        try:
+            with closing(batches):
+                for batch in batches:
+                    self.begun[iteration] = (self.begun.get(iteration, 0) + 1) % share
+                    yield batch
+        finally:
+            self.begun.pop(iteration, None)
 
     def are_before(self, step: int) -> bool:
         """Are all steps before `step` made, and nothing of itself? Else a checkpoint would hold a part of it, or the next one."""
-        return step == self.made and not self.reported and self.taken % self.share == 0
+        return step == self.made and not self.reported and not any(self.begun.values())
 
     def report(self, step: int, due: bool) -> None:
         """due: a pause before the step."""
@@ -59,7 +62,12 @@ class Steps:
         refuse_if(not hasattr(loss, "__float__"), f"the validation of step {step} gave {loss!r}: must give its loss, a number")
         made = f"{self.made} steps that called run.end_step{', and a part of the next' * self.reported}"
         refuse_if(step != self.made or self.reported, f"a validation of step {step} after {made}: the weights are not that step's")
+        refuse_if(step == self.validated, f"step {step} is validated twice: write another figure by run.log.write")
         self.validated = step
+
+    def check_made(self, last: int) -> None:
+        left = f"train() has left its loop before it made step {last}/{last}: the log is cut short"
+        refuse_if(self.made < last, left)  # as by a break
 
     def lacks(self, last: int, due: bool) -> list[str]:
         """What a run that has made all its steps has not written. due: a pause after the last."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from data.loader import FetchedAhead, tokens_taken
 from data.shards import check_free, keep_lock, lock_run, unlock_run, whole_file
-from launch.console import AgreedError, RunError, Stopped, encoded, tell
+from launch.console import RunError, Stopped, encoded, tell
 from launch.machine import check_common, checksum, checksums, peak_memory, refuse_lack_of_memory, refuse_lack_of_room
 from launch.nests import differences, map_tensors, non_finite
 from launch.signals import FAULT, Signals, while_saving
@@ -136,8 +136,7 @@ class Run:
         self.current.end()
         self._write_pending()
         self.pending = self.current
-        if not self.current.on_gpu:
-            self._write_pending()
+        self.current.on_gpu or self._write_pending()
 
     def _write_pending(self) -> None:
         if self.pending is None:
@@ -163,10 +162,12 @@ class Run:
             self.saved_steps.remove(step)  # due no more
             self._save(step)
         between and self._stop_if_agreed(step)
-        yield
-        between and self._stop_if_agreed(step)
-        self.signals.pausing = False
-        self.clock.start()
+        try:
+            yield
+            between and self._stop_if_agreed(step)
+        finally:  # also where a script goes on after an error of its block
+            self.signals.pausing = False
+            self.clock.start()
 
     def _stop(self) -> int:
         return self.signals.received or FAULT * bool(self.faults)
@@ -234,8 +235,7 @@ class Run:
     def finish(self, sample: Callable[[], str] | None = None) -> None:
         """The log's last lines, and a sample, if any, which no rank waits for. Raises RunError if something is lost."""
         self._write_pending()
-        if self.tokens_done < self.tokens:  # as by a break
-            raise AgreedError(f"train() has left its loop before it made step {self.total}/{self.total}: the log is cut short")
+        self.steps.check_made(self.total)
         self.signals.in_training, lost = False, self.at_end()
         self.log.write(peak_memory(self.ranks.device))
         if sample and self.ranks.first:

@@ -71,6 +71,10 @@ OUT_OF_PLACE = {  # what is said, and the changes of train()
         "the validation of step 0 gave None: must give its loss, a number",
         ("validate(step, manager, run)", "validate(step, manager, run) and None"),
     ),
+    "a validation twice": (
+        "step 0 is validated twice: write another figure by run.log.write",
+        (VALIDATED, f"{VALIDATED}                        run.log_validation(step, 1.0)\n"),
+    ),
 }
 
 
@@ -133,6 +137,28 @@ def test_a_pause_between_micro_batches_is_none_before_the_step(shards, tmp_path,
     change("train", NEVER_PAUSED)
     change("forward_backward", ELSEWHERE["between micro-batches"][1:])
     ends_with(capsys, options(shards, tmp_path, save_every=3), r"error: run.must_pause\(3\) is true", 1)
+
+
+def test_a_part_of_a_validation_is_no_part_of_a_step(shards, tmp_path, capsys, change):
+    """A few batches alone, for speed, and the next checkpoint was said to be passed over."""
+    change("validate", ("if i % share == 0 and run.heard_signal(total):", "if i == 0:"))
+    main(options(shards, tmp_path, save_every=3))
+    assert len([*(tmp_path / "logs" / "run").iterdir()]) > 1
+
+
+def test_the_clock_goes_on_after_an_error_in_a_pause(shards, tmp_path, change):
+    """A script passed over what failed in its pause, and no step behind it was timed."""
+    failed = f"{VALIDATED}                    elif step == 3:\n                        raise ArithmeticError\n"
+    whole = (f"{PAUSED}{VALIDATED}", "".join(f"    {line}\n" for line in f"{PAUSED}{failed}".splitlines()))
+    caught = "                try:\n{}                except ArithmeticError:\n                    pass\n"
+    once_more = "if is_validated(step, h) or run.must_pause(step):", "if is_validated(step, h) or step == 3:"
+    change("train", once_more, (whole[0], caught.format(whole[1])))
+    main(options(shards, tmp_path, val_every=0))
+    log = tmp_path / "logs" / "run.txt"
+    ended = re.findall(r"^step:(\d)/8 train_time:(\d+)ms", log.read_text(), re.M)
+    assert ended[-1][0] == "8"
+    times = [int(time) for _, time in ended[-5:]]
+    assert times == sorted(set(times))
 
 
 def test_a_validation_that_is_timed_says_so(shards, tmp_path, change):
