@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import torch
+
 from launch.console import AgreedError
 
 CALLS = "each step calls run.report_loss, run.agree_on_loss and run.end_step once, in this order"
@@ -40,9 +42,10 @@ class Steps:
         """Are all steps before `step` made, and nothing of itself? Else a checkpoint would hold a part of it, or the next one."""
         return step == self.made and not self.reported and not any(self.begun.values())
 
-    def report(self, step: int, due: bool) -> None:
+    def report(self, step: int, loss: Any, due: bool) -> None:
         """due: a pause before the step."""
         self._check_begun()
+        refuse_if(not torch.is_tensor(loss) or loss.numel() != 1, f"run.report_loss({step}, {loss!r}): must be a 0-dim tensor")
         refuse_if(self.reported, f"step {self.made} has no run.end_step(): {CALLS}")
         refuse_if(step != self.made, f"run.report_loss({step}), and the next step is {self.made}: {CALLS}")
         passed_over = f"a checkpoint or a signal is passed over without `with run.paused({step})` before anything of the step"
@@ -57,13 +60,17 @@ class Steps:
         refuse_if(not self.agreed, f"run.end_step() without run.agree_on_loss before it: {CALLS}")
         self.reported, self.agreed, self.made = False, False, self.made + 1
 
-    def validation(self, step: int, loss: Any) -> None:
+    def validation(self, step: int, loss: Any) -> float:
         self._check_begun()
-        refuse_if(not hasattr(loss, "__float__"), f"the validation of step {step} gave {loss!r}: must give its loss, a number")
+        try:
+            number = float(loss)
+        except (TypeError, ValueError, RuntimeError):
+            raise AgreedError(f"the validation of step {step} gave {loss!r}: must give its loss, a number") from None
         made = f"{self.made} steps that called run.end_step{', and a part of the next' * self.reported}"
         refuse_if(step != self.made or self.reported, f"a validation of step {step} after {made}: the weights are not that step's")
         refuse_if(step == self.validated, f"step {step} is validated twice: write another figure by run.log.write")
         self.validated = step
+        return number
 
     def check_made(self, last: int) -> None:
         left = f"train() has left its loop before it made step {last}/{last}: the log is cut short"

@@ -146,7 +146,7 @@ class StepReport:
     def __init__(self, step: int, loss: Tensor, stop: int, ranks: Ranks):
         """loss: of this rank, 0-dim; stop: one of STOPS, or 0. Launches the reduction."""
         self.step, self.on_gpu, self.numbers = step, loss.is_cuda, loss.new_zeros(1 + len(STOPS))
-        self.numbers[0] = loss / ranks.world_size
+        self.numbers[0] = loss.detach() / ranks.world_size
         if stop:
             self.numbers[1 + STOPS.index(stop)].fill_(1)
         self.work = dist.all_reduce(self.numbers, async_op=True) if ranks.world_size > 1 else None

@@ -119,7 +119,7 @@ class Run:
 
     def report_loss(self, step: int, loss: torch.Tensor) -> None:
         """Send this rank's loss, 0-dim, on its way to all, behind the step's last backward pass."""
-        self.steps.report(step, self.must_pause(step))
+        self.steps.report(step, loss, self.must_pause(step))
         self.current = StepReport(step, loss, self._stop(), self.ranks)
 
     def agree_on_loss(self, step: int) -> None:
@@ -180,7 +180,7 @@ class Run:
     def log_validation(self, step: int, loss: float) -> None:
         """Write a validation's line, unless it was cut short. Raises AgreedError for what is not finite or not common."""
         if not self.signals.agreed:
-            self.steps.validation(step, loss)
+            loss = self.steps.validation(step, loss)
             if culprits := self._not_finite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
             check_common(self.ranks, self.log.write, "weights", self.manager.live_tensors()["weights"], f"at step {step}")

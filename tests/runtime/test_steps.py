@@ -71,11 +71,22 @@ OUT_OF_PLACE = {  # what is said, and the changes of train()
         "the validation of step 0 gave None: must give its loss, a number",
         ("validate(step, manager, run)", "validate(step, manager, run) and None"),
     ),
+    "a validation of two losses": (
+        "the validation of step 0 gave tensor([5.",
+        ("validate(step, manager, run)", "torch.ones(2) * validate(step, manager, run)"),
+    ),
     "a validation twice": (
         "step 0 is validated twice: write another figure by run.log.write",
         (VALIDATED, f"{VALIDATED}                        run.log_validation(step, 1.0)\n"),
     ),
 }
+
+
+@pytest.mark.parametrize("loss", ["total.item()", "total.expand(2)"])
+def test_a_loss_that_is_no_0_dim_tensor_is_told(shards, tmp_path, capsys, change, loss):
+    change("forward_backward", ("total / (tokens * sum(schedule.mtp_weights))", loss))
+    said = r"error: run.report_loss\(0, .*\): must be a 0-dim tensor"
+    ends_with(capsys, options(shards, tmp_path), said, 1)
 
 
 @pytest.mark.parametrize("case", OUT_OF_PLACE)
