@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from launch import GIVEN, OF_VARIABLES, others_code, threads_at_most
-from launch.console import RunError, encoded
+from launch.console import RunError, Stopped, encoded
 
 # What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
 # the CPU. Not torchrun's own variables, nor what launch/ sets.
@@ -176,6 +176,26 @@ def peak_memory(device: torch.device) -> str:
     with suppress(OSError, TypeError):  # on Linux that may be the peak of who started this process
         kib = int(re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
     return f"peak memory resident: {kib >> 10} MiB"
+
+
+def end_of_run(run: Any, kind: type | None, error: BaseException | None) -> BaseException | None:
+    """What a Run ends by: the error, a RunError for a lack of memory or room, or for a loop that was left. Its log, if it has a line
+    of a step, tells of it in its last one. kind: the error's class; Stopped, without an error, in the thread of a signal."""
+    end = error
+    try:
+        refuse_lack_of_memory(error, run.ranks)
+        refuse_lack_of_room(error, run.ranks)
+        if kind in (None, SystemExit) and run.signals.in_training:
+            how = f"rank {run.ranks.rank}'s train() has ended{f' by sys.exit({error.code!r})' if error else ''}"
+            raise RunError(f"{how} without run.finish(): the log lacks its last line")
+    except RunError as fault:
+        end = fault
+    told = not isinstance(end, Exception) or isinstance(end, Stopped) or not run.signals.in_training
+    log = None if told else run.log
+    if log and log.place and log.lines and not log.file.closed:
+        name = "" if isinstance(end, RunError) else f"{type(end).__name__}: "
+        log.write(f"error: {name}{end}".partition("\n")[0], console=False)
+    return end
 
 
 def refuse_lack_of_memory(error: BaseException | None, ranks: Any) -> None:

@@ -45,7 +45,8 @@ class Steps:
     def report(self, step: int, loss: Any, due: bool) -> None:
         """due: a pause before the step."""
         self._check_begun()
-        refuse_if(not torch.is_tensor(loss) or loss.numel() != 1, f"run.report_loss({step}, {loss!r}): must be a 0-dim tensor")
+        if not torch.is_tensor(loss) or loss.numel() != 1:  # shown in this case alone: a GPU would have to get there
+            raise AgreedError(f"run.report_loss({step}, {loss!r}): must be a 0-dim tensor")
         refuse_if(self.reported, f"step {self.made} has no run.end_step(): {CALLS}")
         refuse_if(step != self.made, f"run.report_loss({step}), and the next step is {self.made}: {CALLS}")
         passed_over = f"a checkpoint or a signal is passed over without `with run.paused({step})` before anything of the step"

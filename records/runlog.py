@@ -48,7 +48,7 @@ LOOSE_LOSS = re.compile(rb"\b(?:val(?:idation)?[_ ]?loss|tel)[ \t:=]+(%s)()" % V
 UNIT = rb"[ \t]?(?:ms|s|(?:sec|min|h(?:r|our)?)\w*|\(\w+\))|[ \t]\d+(?: ?ms?)?"  # the last: of 8 300 ms
 LOOSE_TIME = re.compile(rb"\b(?:train[_ing]*[_ ]?)?time[ \t:=]+(%s?)(%s)?(?=[\s|;]|,(?!\d)|$)" % (VALUE, UNIT))
 UNITS = {b"": 1, b"ms": 1, b"s": 1000, b"sec": 1000, b"seconds": 1000, b"(ms)": 1, b"(s)": 1000}  # in ms
-ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
+ERROR_LINE = re.compile(rb"^(?:\[rank\d{1,6}\]: ?)?(?:error: |[\w.]*(?:Error|Exception|Interrupt)\b|Traceback \(most).*$", re.MULTILINE)
 
 ENVIRONMENT = re.compile(rb"\s*(?:Running )?(?:Python|PyTorch)\b", re.IGNORECASE)
 # Script, settings; blanks are an editor's. It looks ahead for the last bracket, so that none before it is tried.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from data.loader import FetchedAhead, tokens_taken
 from data.shards import check_free, keep_lock, lock_run, unlock_run, whole_file
 from launch.console import RunError, Stopped, encoded, tell
-from launch.machine import check_common, checksum, checksums, peak_memory, refuse_lack_of_memory, refuse_lack_of_room
+from launch.machine import check_common, checksum, checksums, end_of_run, peak_memory
 from launch.nests import differences, map_tensors, non_finite
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
@@ -51,13 +51,11 @@ class Run:
 
     def __exit__(self, error: type | None, value: BaseException | None = None, *_: object) -> None:
         gc.unfreeze()  # for another run of this process, and as what ends with the process has not leaked
+        end = end_of_run(self, error, value)
         with suppress(IndexError):  # a signal that ends this process is here too, in another thread: one of both has the lock
             unlock_run(self.locks.pop())
-        refuse_lack_of_memory(value, self.ranks)
-        refuse_lack_of_room(value, self.ranks)
-        if error in (None, SystemExit) and self.signals.in_training:
-            how = f"rank {self.ranks.rank}'s train() has ended{f' by sys.exit({value.code!r})' if error else ''}"
-            raise RunError(f"{how} without run.finish(): the log lacks its last line")
+        if end is not value:
+            raise end from value
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
         """Check that all ranks do the same, the checkpoint to resume, the room for new ones; open the log. Raises AgreedError.

@@ -38,6 +38,7 @@ from common import (
 from data import loader, shards as shards_module
 from data.loader import FetchedAhead
 from data.shards import READERS, DataError, check_free, hold_shards, lock_run, open_lock, read_shard, without_readers, write_shard
+from records.runlog import read_log
 from runtime.checkpoints import read_checkpoint
 from runtime.log import Log
 from launch.console import AgreedError, RunError, console
@@ -703,6 +704,43 @@ def test_a_rank_whose_memory_runs_out_says_where_and_what_needs_less(shards, tmp
     assert capsys.readouterr().err.partition(": ")[2] == f"error: rank 0 is out of memory: {said.format(place=place)}; {advice}\n"
 
 
+def ask_for_too_much() -> None:
+    torch.empty(1 << 50)
+
+
+def meet_a_bug() -> None:
+    raise KeyError("of two\nlines")
+
+
+def leave() -> None:
+    raise SystemExit(7)
+
+
+LAST_LINES = {  # what ends a run in its step 3, and its log
+    ask_for_too_much: r"error: rank 0 is out of memory: 4194304.0 GiB more are asked for in .+",
+    meet_a_bug: r"error: KeyError: 'of two\\nlines'",
+    leave: r"error: rank 0's train\(\) has ended by sys.exit\(7\) without run.finish\(\): the log lacks its last line",
+}
+
+
+@pytest.mark.parametrize("act", LAST_LINES)
+def test_a_log_says_why_its_run_ended(shards, tmp_path, monkeypatch, no_warm_up, act):
+    """It broke off, and who had lost the console did not know by what. A resumption cuts the line with what came after its step."""
+    log = tmp_path / "logs" / "run.txt"
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyError)):
+        at_step(patch, 3, act)
+        main(options(shards, tmp_path, save_every=2))
+    assert re.fullmatch(LAST_LINES[act], log.read_text().splitlines()[-1])
+    assert f"{read_log(log).fault}".startswith("crashed at step 3/8: error: ")
+    kept = log.read_text()
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyError)):
+        at_step(patch, 2, act)  # before the resumption has a line of its own
+        main(options(shards, tmp_path, resume="latest"))
+    assert log.read_text() == kept
+    main(options(shards, tmp_path, resume="latest"))
+    assert is_whole(log) and "error: " not in lines_of(log)
+
+
 def test_a_gpu_without_room_for_the_model_is_told_of_as_one(shards, tmp_path, monkeypatch, capsys, no_warm_up):
     """Met on an H100 of which 1,198 MiB were free: "no such model can be made", with PyTorch's 700 letters."""
     monkeypatch.setattr(train_gpt.GPT, "to", lambda *_: OUT_OF_MEMORY["gpu"][0]())
@@ -901,10 +939,10 @@ def test_a_log_that_ends_in_an_ideas_own_rule_is_not_written_over(shards, tmp_pa
         loss = validate(step, manager, run)
         run.log.write("=" * 100)
         if step > 0:
-            raise KeyError("a bug")
+            raise KeyboardInterrupt("as killed")
         return loss
 
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train_gpt, "validate", with_a_table)
         main(options(shards, tmp_path))
     text = log.read_text()
