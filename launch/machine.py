@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from launch import GIVEN, OF_VARIABLES, others_code, threads_at_most
 from launch.console import RunError, Stopped, encoded
+from launch.signals import let_the_first_tell
 
 # What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
 # the CPU. Not torchrun's own variables, nor what launch/ sets.
@@ -186,6 +187,7 @@ def end_of_run(run: Any, kind: type | None, error: BaseException | None) -> Base
         refuse_lack_of_memory(error, run.ranks)
         refuse_lack_of_room(error, run.ranks)
         if kind in (None, SystemExit) and run.signals.in_training:
+            let_the_first_tell(run.ranks.rank, 5)
             how = f"rank {run.ranks.rank}'s train() has ended{f' by sys.exit({error.code!r})' if error else ''}"
             raise RunError(f"{how} without run.finish(): the log lacks its last line")
     except RunError as fault:

@@ -162,6 +162,14 @@ def forget_in_child() -> None:
 os.register_at_fork(before=hold, after_in_parent=hold_no_more, after_in_child=forget_in_child)
 
 
+def let_the_first_tell(rank: int, seconds: float) -> None:
+    """On another rank, wait so long: of an error that all meet the first one tells, and a launcher ends them all by it."""
+    if rank:
+        with contextlib.suppress(ValueError):  # in a thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(seconds)
+
+
 def while_saving(save: Callable) -> Callable:
     """A method of a Run, for whose end a signal waits, however long that is."""
 

@@ -1,7 +1,5 @@
 """The ranks of a run: joining, and agreeing on errors. A rank never waits for one that has left."""
 
-import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -16,6 +14,7 @@ from launch.console import AgreedError, RunError
 from launch.machine import (
     cannot_join, check_compiled_code, environment_number, find_store, forget_earlier_run, is_launched, usable_cores,
 )  # fmt: skip
+from launch.signals import let_the_first_tell
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
@@ -43,9 +42,7 @@ class Ranks(NamedTuple):
         """Raise AgreedError on every rank if any has an error."""
         for rank, message in enumerate(self.gather(error and (f"{error}" or repr(error)))):
             if message:
-                if not self.first:  # the first rank tells, before a launcher ends them all
-                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                    time.sleep(2)
+                let_the_first_tell(self.rank, 2)
                 raise AgreedError(message if rank == 0 else f"rank {rank}: {message}")
 
     def check_same(self, found: dict[str, Any]) -> None:

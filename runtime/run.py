@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, settings: Any, ranks: Ranks, signals: Signals, sources: Sources):
         self.settings, self.ranks, self.signals, self.sources = settings, ranks, signals, sources
-        self.steps, self.clock, self.first_step, self.total = Steps(), Clock(ranks.device), 0, settings.total_iterations
+        self.steps, self.clock, self.first_step, self.total = Steps(ranks.rank), Clock(ranks.device), 0, settings.total_iterations
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.pending: StepReport | None = None  # on a GPU, of a step that is launched and not yet through
         self.faults, self.unsaved, self.locks = [], "", []  # data that fail on this rank; on the first: a failed save, the lock
@@ -152,7 +152,11 @@ class Run:
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
-        """The clock stands. Between steps: saves if that is due; stops, before or after the block, once all ranks agreed to."""
+        """The clock stands. Between steps: saves if that is due; stops, before or after the block, once all ranks agreed to.
+        Within another pause it is none of its own."""
+        if self.clock.started is None:
+            yield
+            return
         self._write_pending()
         self.clock.stop()
         self.signals.pausing, between = True, self.steps.are_before(step)
@@ -179,6 +183,7 @@ class Run:
         """Write a validation's line, unless it was cut short. Raises AgreedError for what is not finite or not common."""
         if not self.signals.agreed:
             loss = self.steps.validation(step, loss)
+            self.ranks.check_same({f"the validation loss of step {step}": f"{loss!r}"})
             if culprits := self._not_finite(loss):
                 self.ranks.raise_together(RunError(f"the validation loss is {loss} at step {step}: stopped; {culprits}"))
             check_common(self.ranks, self.log.write, "weights", self.manager.live_tensors()["weights"], f"at step {step}")

@@ -413,13 +413,12 @@ def forked(work: Callable[[], object], output: Path, errors: Path | None = None)
         os._exit(99)
 
 
-def started(arguments: list[str], ranks: int = 2, **how: Any) -> Forked:
-    """What ./run.sh ends in, launch/start.py, of the tested script on so many ranks, its processes Forked.
-    how: as subprocess takes it."""
+def started(arguments: list[str], ranks: int = 2, script: Path = SCRIPT, **how: Any) -> Forked:
+    """What ./run.sh ends in, launch/start.py, of a script on so many ranks, its processes Forked. how: as subprocess takes it."""
 
     def start() -> None:
         with patch.object(launcher, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked})):
-            launcher.main([f"{SCRIPT}", *arguments])
+            launcher.main([f"{script}", *arguments])
 
     return Forked(start, env={**os.environ, "RANKS": f"{ranks}"}, **how)
 

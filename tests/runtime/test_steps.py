@@ -7,7 +7,7 @@ import signal
 import pytest
 
 import train_gpt
-from common import SCRIPT, ends_with, lines_of, options, unequal
+from common import SCRIPT, ends_with, lines_of, options, started, unequal
 from runtime.checkpoints import read_checkpoint
 from train_gpt import main
 
@@ -75,6 +75,21 @@ OUT_OF_PLACE = {  # what is said, and the changes of train()
         "the validation of step 0 gave tensor([5.",
         ("validate(step, manager, run)", "torch.ones(2) * validate(step, manager, run)"),
     ),
+    "half a share": (
+        "1 micro-batches are taken after step 0, must be 2: 2 a step, a step ahead at most, or a resumption has others",
+        (LEFT, f"{LEFT}            next(batches) if step else None\n"),
+        ("            forward_backward(step, manager, batches, run)\n",
+         "            forward_backward(step, manager, itertools.islice(batches, 1), run)\n"
+         "            run.report_loss(step, torch.ones(()))\n"),
+    ),
+    "two shares": (
+        "8 micro-batches are taken after step 1, must be 4: 2 a step, a step ahead at most, or a resumption has others",
+        ("            forward_backward(step", "            [next(batches) for _ in range(2)]\n            forward_backward(step"),
+    ),
+    "a validation of no number": (
+        "the validation of step 0 gave 1000",
+        ("validate(step, manager, run)", "validate(step, manager, run) and 10**400"),
+    ),
     "a validation twice": (
         "step 0 is validated twice: write another figure by run.log.write",
         (VALIDATED, f"{VALIDATED}                        run.log_validation(step, 1.0)\n"),
@@ -107,11 +122,12 @@ def test_a_signal_that_is_passed_over_is_told_too(shards, tmp_path, capsys, chan
 @pytest.mark.parametrize("after", [END, f"{AGREED}  # an infinity or NaN ends the run here, before it reaches the weights\n"])
 def test_a_signal_in_a_pause_of_a_step_is_obeyed_before_the_next(shards, tmp_path, change, after):
     """The checkpoint had the number of the step before, or gradients of its own step: a resumption made them twice."""
-    main(options(shards, tmp_path / "plain", save_every=1, keep_checkpoints=9))
+    one = dict(micro_batches=1, batch_unit=64)  # a step, so that none tells of the step
+    main(options(shards, tmp_path / "plain", **one, save_every=1, keep_checkpoints=9))
     heard = f"                if step == 4:\n                    signals.received = {signal.SIGTERM:d}\n"
     change("train", (after, f"{after}            with run.paused(step):\n{heard}"))
     with pytest.raises(SystemExit, match="143"):
-        main(options(shards, tmp_path / "paused", save_every=99))
+        main(options(shards, tmp_path / "paused", **one, save_every=99))
     assert "stopped by SIGTERM after step:6/8: checkpoint " in lines_of(tmp_path / "paused" / "logs" / "run.txt")
     plain, paused = (read_checkpoint(tmp_path / x / "logs" / "run" / "step_000006.pt")["state"] for x in ("plain", "paused"))
     assert not unequal(plain, paused)
@@ -148,6 +164,83 @@ def test_a_pause_between_micro_batches_is_none_before_the_step(shards, tmp_path,
     change("train", NEVER_PAUSED)
     change("forward_backward", ELSEWHERE["between micro-batches"][1:])
     ends_with(capsys, options(shards, tmp_path, save_every=3), r"error: run.must_pause\(3\) is true", 1)
+
+
+MEAN = "    return sum(ranks.gather(total.item())) / (steps * h.micro_batches)\n"
+APART = {  # on two ranks: what is said, once, and the change of the script
+    "a validation of the first rank's": (
+        "rank 1: the validation of step 0 gave None: must give its loss, a number",
+        (MEAN, MEAN.replace("return", "loss =") + "    return loss if ranks.first else None\n"),
+    ),
+    "a validation of each rank's own": (
+        r"rank 1: the validation loss of step 0 is \S+, on rank 0 \S+: must be the same on all ranks",
+        (MEAN, "    return total.item()\n"),
+    ),
+    "a validation that is NaN on one": (
+        "rank 1: the validation loss of step 0 is nan, on rank 0 1.0: must be the same on all ranks",
+        (MEAN, "    return float('nan') if ranks.rank else 1.0\n"),
+    ),
+    "no end of a step on one": (
+        r"rank 1: step 0 has no run.end_step\(\): each step calls .*",
+        (END, "            ranks.first and run.end_step()\n"),
+    ),
+    "a break of one": (
+        "rank 1: train\\(\\) has left its loop before it made step 8/8: the log is cut short",
+        (LEFT, f"{LEFT}            if step == 3 and ranks.rank:\n                break\n"),
+    ),
+    "a return of both": (
+        r"rank 0's train\(\) has ended without run.finish\(\): the log lacks its last line",
+        (END, f"{END}            if step == 3:\n                return\n"),
+    ),
+    "a skipped step of both": (
+        "run.report_loss\\(3\\), and the next step is 2: each step calls .*",
+        (LEFT, f"{LEFT}            if step == 2:\n                continue\n"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_what_ranks_do_apart_is_told_once(shards, tmp_path, no_warm_up, case):
+    """Of a call out of its place on the second rank alone nothing was told; a loss of its own passed for that of all."""
+    said, (old, new) = APART[case]
+    text, output = SCRIPT.read_text(), tmp_path / "output"
+    assert text.count(old) == 1
+    (tmp_path / "idea.py").write_text(text.replace(old, new))
+    with output.open("w") as file:
+        run = started(options(shards, tmp_path), script=tmp_path / "idea.py", stdout=file, stderr=file)
+    assert run.wait(100) == 1
+    errors = [line for line in output.read_text().splitlines() if "error: " in line]
+    assert len(errors) == 1 and re.search(f"error: {said}$", errors[0]), output.read_text()
+    assert "Traceback" not in output.read_text()
+
+
+INNER = """\
+                    with run.paused(step):
+                        pass
+                    assert run.clock.started is None and signals.pausing
+"""
+
+
+def test_a_pause_within_a_pause_is_the_same_one(shards, tmp_path, change):
+    """The clock began within the outer one: the validation was timed, and the line after it earlier than its own."""
+    change("train", (f"{PAUSED}{VALIDATED}", f"{PAUSED}{INNER}{VALIDATED}{INNER}"))
+    main(options(shards, tmp_path, save_every=4))
+    assert sorted(path.name for path in (tmp_path / "logs" / "run").iterdir()) == ["step_000004.pt", "step_000008.pt"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loop_may_hold_the_next_steps_micro_batch(shards, tmp_path, change, micro_batches):
+    """As to copy it to the GPU early: of one a step also over the pause, of more from within the step."""
+    sizes = dict(micro_batches=micro_batches, batch_unit=64 // micro_batches, save_every=3, keep_checkpoints=9)
+    main(options(shards, tmp_path / "plain", **sizes))
+    held = "            held = [*itertools.islice(batches, 1)]\n"
+    passed = "forward_backward(step, manager, itertools.chain(held, batches), run)\n"
+    place = (END, END + held) if micro_batches == 1 else (END, held + END)
+    change("train", place, (STARTED, f"{STARTED}        held = []\n"), ("forward_backward(step, manager, batches, run)\n", passed))
+    main(options(shards, tmp_path / "held", **sizes))
+    for name in ("step_000003.pt", "step_000008.pt"):
+        states = [read_checkpoint(tmp_path / folder / "logs" / "run" / name)["state"] for folder in ("plain", "held")]
+        assert not unequal(*states)
 
 
 def test_a_part_of_a_validation_is_no_part_of_a_step(shards, tmp_path, capsys, change):
