@@ -243,7 +243,7 @@ def test_a_loop_may_hold_the_next_steps_micro_batch(shards, tmp_path, change, mi
         assert not unequal(*states)
 
 
-def test_a_part_of_a_validation_is_no_part_of_a_step(shards, tmp_path, capsys, change):
+def test_a_part_of_a_validation_is_no_part_of_a_step(shards, tmp_path, change):
     """A few batches alone, for speed, and the next checkpoint was said to be passed over."""
     change("validate", ("if i % share == 0 and run.heard_signal(total):", "if i == 0:"))
     main(options(shards, tmp_path, save_every=3))
@@ -253,10 +253,10 @@ def test_a_part_of_a_validation_is_no_part_of_a_step(shards, tmp_path, capsys, c
 def test_the_clock_goes_on_after_an_error_in_a_pause(shards, tmp_path, change):
     """A script passed over what failed in its pause, and no step behind it was timed."""
     failed = f"{VALIDATED}                    elif step == 3:\n                        raise ArithmeticError\n"
-    whole = (f"{PAUSED}{VALIDATED}", "".join(f"    {line}\n" for line in f"{PAUSED}{failed}".splitlines()))
-    caught = "                try:\n{}                except ArithmeticError:\n                    pass\n"
+    block = "".join(f"    {line}\n" for line in f"{PAUSED}{failed}".splitlines())
+    passed_over = f"                try:\n{block}                except ArithmeticError:\n                    pass\n"
     once_more = "if is_validated(step, h) or run.must_pause(step):", "if is_validated(step, h) or step == 3:"
-    change("train", once_more, (whole[0], caught.format(whole[1])))
+    change("train", once_more, (f"{PAUSED}{VALIDATED}", passed_over))
     main(options(shards, tmp_path, val_every=0))
     log = tmp_path / "logs" / "run.txt"
     ended = re.findall(r"^step:(\d)/8 train_time:(\d+)ms", log.read_text(), re.M)
