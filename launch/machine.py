@@ -196,7 +196,7 @@ def end_of_run(run: Any, kind: type | None, error: BaseException | None) -> Base
     log = None if told else run.log
     if log and log.place and log.lines and not log.file.closed:
         name = "" if isinstance(end, RunError) else f"{type(end).__name__}: "
-        log.write(f"error: {name}{end}".partition("\n")[0], console=False)
+        log.write(f"error: {name}{end}".partition("\n")[0].rstrip(": "), console=False)
     return end
 
 

@@ -24,6 +24,7 @@ class Taken:
     """How many micro-batches a loop has taken, of which a step has `share`."""
 
     share: int
+    all: int  # of the run
     until_now: int = 0
     at_end: int = 0  # of the last step
     due: int = 0  # there
@@ -40,9 +41,9 @@ class Steps:
         self.trained_on: list[Taken] = []
         self.validated = -1  # the last step before which the run was
 
-    def counted(self, batches: Iterator, share: int) -> Iterator:
-        """The micro-batches, of which a step has `share`: one of training, if the clock has not begun."""
-        taken = Taken(share)
+    def counted(self, batches: Iterator, share: int, steps: int) -> Iterator:
+        """The micro-batches of so many steps, `share` in each: of training, if the clock has not begun."""
+        taken = Taken(share, share * steps)
         if self.made < 0:
             self.trained_on.append(taken)
 
@@ -79,9 +80,10 @@ class Steps:
         self._refuse_if(not self.agreed, f"run.end_step() without run.agree_on_loss before it: {CALLS}")
         for taken in self.trained_on:
             taken.at_end, taken.due = taken.until_now, taken.due + taken.share
-            fits = taken.due <= taken.at_end <= taken.due + taken.share  # a loop may hold the next step's
+            ahead = taken.at_end - taken.due  # a loop may hold the next step's, or all from its beginning
+            fits = 0 <= ahead <= taken.share or taken.at_end == taken.all
             found = f"{taken.at_end} micro-batches are taken after step {self.made}, must be {taken.due}"
-            self._refuse_if(not fits, f"{found}: {taken.share} a step, a step ahead at most, or a resumption has others")
+            self._refuse_if(not fits, f"{found}: {taken.share} a step, a step ahead at most or all at once, or a resumption has others")
         self.reported, self.agreed, self.made = False, False, self.made + 1
 
     def validation(self, step: int, loss: Any) -> float:

@@ -57,7 +57,7 @@ class Log:
             except OSError as error:
                 raise OSError(f"{error.filename or path}: {error.strerror or error}: see to it, or give another --log_dir") from error
 
-    def write(self, text: str, console: bool = True) -> None:  # a line of the log
+    def write(self, text: object, console: bool = True) -> None:  # a line of the log
         if self.quiet:
             return
         self.lines.append(encoded(f"{text}\n").decode())  # as a checkpoint compares it with the file
@@ -69,7 +69,7 @@ class Log:
                 self.show(f"{self.path}: {error.strerror or error}: the run goes on, the log's lines wait for room")
             self.warned = True
         if console:
-            self.show(text)
+            self.show(f"{text}")
 
     def _put(self, compare: bool = False) -> None:
         there = os.stat(self.path) if self.path.exists() else None

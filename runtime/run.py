@@ -113,7 +113,7 @@ class Run:
         if any(self.ranks.gather(self.faults)):
             self.signals.agreed = FAULT
             batches.close()
-        return self.steps.counted(iter(batches), share)
+        return self.steps.counted(iter(batches), share, steps) if steps == self.total - self.first_step else iter(batches)
 
     def report_loss(self, step: int, loss: torch.Tensor) -> None:
         """Send this rank's loss, 0-dim, on its way to all, behind the step's last backward pass."""

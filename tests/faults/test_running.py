@@ -712,6 +712,10 @@ def meet_a_bug() -> None:
     raise KeyError("of two\nlines")
 
 
+def assert_nothing() -> None:
+    raise AssertionError
+
+
 def leave() -> None:
     raise SystemExit(7)
 
@@ -719,6 +723,7 @@ def leave() -> None:
 LAST_LINES = {  # what ends a run in its step 3, and its log
     ask_for_too_much: r"error: rank 0 is out of memory: 4194304.0 GiB more are asked for in .+",
     meet_a_bug: r"error: KeyError: 'of two\\nlines'",
+    assert_nothing: "error: AssertionError",
     leave: r"error: rank 0's train\(\) has ended by sys.exit\(7\) without run.finish\(\): the log lacks its last line",
 }
 
@@ -727,13 +732,13 @@ LAST_LINES = {  # what ends a run in its step 3, and its log
 def test_a_log_says_why_its_run_ended(shards, tmp_path, monkeypatch, no_warm_up, act):
     """It broke off, and who had lost the console did not know by what. A resumption cuts the line with what came after its step."""
     log = tmp_path / "logs" / "run.txt"
-    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyError)):
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyError, AssertionError)):
         at_step(patch, 3, act)
         main(options(shards, tmp_path, save_every=2))
     assert re.fullmatch(LAST_LINES[act], log.read_text().splitlines()[-1])
     assert f"{read_log(log).fault}".startswith("crashed at step 3/8: error: ")
     kept = log.read_text()
-    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyError)):
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyError, AssertionError)):
         at_step(patch, 2, act)  # before the resumption has a line of its own
         main(options(shards, tmp_path, resume="latest"))
     assert log.read_text() == kept
@@ -1015,6 +1020,15 @@ def test_a_log_that_changes_after_its_last_line_is_made_again(tmp_path, change):
     change(path)
     log.close()
     assert path.read_text() == "header\nstep:1\n"
+
+
+def test_a_number_is_written_into_a_log_as_a_text_is(tmp_path, capsys):
+    """It was in the log, and on the console a traceback."""
+    log = Log(ONE, path := tmp_path / "run.txt", "header")
+    log.write(3.5)
+    log.write({"norm": 1})
+    log.close()
+    assert path.read_text() == "header\n3.5\n{'norm': 1}\n" and capsys.readouterr().out == "3.5\n{'norm': 1}\n"
 
 
 def test_what_is_in_the_way_of_a_log_is_named(tmp_path):

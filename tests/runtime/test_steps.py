@@ -76,14 +76,14 @@ OUT_OF_PLACE = {  # what is said, and the changes of train()
         ("validate(step, manager, run)", "torch.ones(2) * validate(step, manager, run)"),
     ),
     "half a share": (
-        "1 micro-batches are taken after step 0, must be 2: 2 a step, a step ahead at most, or a resumption has others",
+        "1 micro-batches are taken after step 0, must be 2: 2 a step, a step ahead at most or all at once, or a resumption has others",
         (LEFT, f"{LEFT}            next(batches) if step else None\n"),
         ("            forward_backward(step, manager, batches, run)\n",
          "            forward_backward(step, manager, itertools.islice(batches, 1), run)\n"
          "            run.report_loss(step, torch.ones(()))\n"),
     ),
     "two shares": (
-        "8 micro-batches are taken after step 1, must be 4: 2 a step, a step ahead at most, or a resumption has others",
+        "8 micro-batches are taken after step 1, must be 4: 2 a step, a step ahead at most or all at once, or a resumption has others",
         ("            forward_backward(step", "            [next(batches) for _ in range(2)]\n            forward_backward(step"),
     ),
     "a validation of no number": (
@@ -243,10 +243,31 @@ def test_a_loop_may_hold_the_next_steps_micro_batch(shards, tmp_path, change, mi
         assert not unequal(*states)
 
 
+def test_a_loop_may_hold_all_micro_batches(shards, tmp_path, change):
+    """As on a GPU, taken before the first step: none is left for another one."""
+    main(options(shards, tmp_path / "plain", save_every=5))
+    change("train", (STARTED, f"        batches = iter([*batches])\n{STARTED}"), (CLOSED, ""))
+    main(options(shards, tmp_path / "held", save_every=5))
+    for name in ("step_000005.pt", "step_000008.pt"):
+        states = [read_checkpoint(tmp_path / folder / "logs" / "run" / name)["state"] for folder in ("plain", "held")]
+        assert not unequal(*states)
+
+
+def test_a_loop_may_open_its_micro_batches_in_parts(shards, tmp_path, change):
+    """As for a stage each, before the clock begins: no step takes of all."""
+    main(options(shards, tmp_path / "plain", save_every=5))
+    rest = "run.ahead(functools.partial(micro_batches, h, ranks, training=True, first_step=5), h.micro_batches, 3)"
+    opened = "h.total_iterations - run.first_step)\n"
+    change("train", (opened, f"5)\n        batches = itertools.chain(batches, {rest})\n"), (CLOSED, ""))
+    main(options(shards, tmp_path / "parts", save_every=5))
+    states = [read_checkpoint(tmp_path / folder / "logs" / "run" / "step_000008.pt")["state"] for folder in ("plain", "parts")]
+    assert not unequal(*states)
+
+
 def test_a_part_of_a_validation_is_no_part_of_a_step(shards, tmp_path, change):
     """A few batches alone, for speed, and the next checkpoint was said to be passed over."""
     change("validate", ("if i % share == 0 and run.heard_signal(total):", "if i == 0:"))
-    main(options(shards, tmp_path, save_every=3))
+    main(options(shards, tmp_path, save_every=3, val_batch_tokens=64))  # as many batches as steps
     assert len([*(tmp_path / "logs" / "run").iterdir()]) > 1
 
 
