@@ -58,6 +58,11 @@ def pending_layout(manager: Any) -> dict[str, Any]:
         return manager.layout(1)
 
 
+def ticks(manager: Any, step: int) -> dict[str, int]:
+    """manager.ticks(step), by average; none of scripts of before that had no averages."""
+    return manager.ticks(step) if hasattr(manager, "ticks") else {}
+
+
 def written(tree: Any) -> memoryview:
     """The nest as torch.save writes it, with Python's number in place of each of NumPy's, which torch.load refuses. Raises
     MemoryError, over which torch.save raises another error: it goes on writing after it."""

@@ -28,7 +28,7 @@ from data.loader import tokens_taken
 from data.shards import TEMPORARY, closed_folders, drop_leftovers, open_at_once, stored, whole_file
 from launch.console import reason, tell
 from launch.machine import check_common
-from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, pending_layout, unlike, written
+from launch.nests import check_tree, differences, leaves, map_tensors, non_finite, pending_layout, ticks, unlike, written
 from runtime.log import RULE, same_run
 from runtime.options import MAY_CHANGE_ON_RESUME, is_plain_name
 from runtime.ranks import Ranks
@@ -202,7 +202,7 @@ def check_fits(path: Path, saved: dict[str, Any], settings: Any, shards: dict[st
     other = ["other shards: name its own by --data, or make them again by the same Python"] * any(x in read for x in changed)
     raise_if(path, other + faults + [f"{x} is {there[x]!r}, here {here[x]!r}" for x in changed])
     check_usable(path, saved, manager, settings.total_iterations)
-    due = {**tokens_taken(manager.batch_tokens, saved["step"]), **manager.ticks(saved["step"])}.items()
+    due = {**tokens_taken(manager.batch_tokens, saved["step"]), **ticks(manager, saved["step"])}.items()
     raise_if(path, [f"its steps took {was} {x}, here {now}" for x, n in due for was, now in unlike(took.get(x, n), n)])
 
 

@@ -20,7 +20,7 @@ from data.loader import FetchedAhead, tokens_taken
 from data.shards import check_free, keep_lock, lock_run, unlock_run, whole_file
 from launch.console import RunError, Stopped, encoded, tell
 from launch.machine import check_common, checksum, checksums, end_of_run, peak_memory
-from launch.nests import differences, map_tensors, non_finite
+from launch.nests import differences, map_tensors, non_finite, ticks
 from launch.signals import FAULT, Signals, while_saving
 from launch.sources import Sources, check_unused, resumption_note
 from launch.steps import Steps, saved_steps
@@ -210,7 +210,7 @@ class Run:
                 raise ValueError(f"{'; '.join(kinds[:3])}: updates must keep initial_state's kinds; stopped, not saved")
             s, log = self.settings, {"header": self.log.header, "lines": "".join(self.log.lines)}
             saved = {"run_id": s.run_id, "step": step, "seconds": self.clock.before, "log": log, "shards": self.shards}
-            course = {**tokens_taken(self.manager.batch_tokens, step), **self.manager.ticks(step)}
+            course = {**tokens_taken(self.manager.batch_tokens, step), **ticks(self.manager, step)}
             saved |= {"hyperparameters": dataclasses.asdict(s), "sources": self.logged, "course": course, "state": state}
             try:
                 checkpoints.write_checkpoint(path, saved, s.keep_checkpoints)

@@ -413,6 +413,16 @@ def test_a_checkpoint_whose_steps_took_other_batches_is_refused(unbroken, shards
     main(at(tmp_path / "older" / "step_000004.pt", "c"))
 
 
+def test_a_script_of_before_that_counts_no_averages_saves_and_resumes(unbroken, shards, tmp_path, monkeypatch, no_warm_up):
+    """Its first save was a traceback, after all the steps before it."""
+    made = TrainingManager.__init__
+    monkeypatch.setattr(TrainingManager, "__init__", lambda manager, *given: made(manager, *given) or delattr(manager, "ticks"))
+    main(options(shards, tmp_path, **BF16, save_every=5))
+    main(options(shards, tmp_path, **BF16, save_every=5, resume=tmp_path / "logs" / "run" / "step_000005.pt"))
+    states = [read_checkpoint(folder / "run" / END)["state"] for folder in (unbroken, tmp_path / "logs")]
+    assert not unequal(*states)
+
+
 @pytest.mark.parametrize("latest", [True, False], ids=["from its own checkpoint", "from the same one again"])
 def test_a_run_resumed_twice_has_the_notes_of_the_course_that_stays(unbroken, shards, tmp_path, latest, no_warm_up):
     path = unbroken / "run" / "step_000003.pt"
