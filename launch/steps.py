@@ -41,6 +41,12 @@ class Steps:
         self.trained_on: list[Taken] = []
         self.validated = -1  # the last step before which the run was
 
+    def begin(self, step: int, restored: bool) -> None:
+        """restored: what a checkpoint holds, if there is one, is in the model."""
+        self._refuse_if(self.made >= 0, "run.start_clock() is called twice: time is counted from the first one on")
+        self._refuse_if(not restored, "run.restore() comes before run.start_clock(), or the checkpoint's state is not in the model")
+        self.made = step
+
     def counted(self, batches: Iterator, share: int, steps: int) -> Iterator:
         """The micro-batches of so many steps, `share` in each: of training, if the clock has not begun."""
         taken = Taken(share, share * steps)

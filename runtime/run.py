@@ -103,7 +103,7 @@ class Run:
         gc.freeze()
         self.tokens, self.tokens_done = (sum(map(self.manager.batch_tokens, range(n))) for n in (self.total, self.first_step))
         self.signals.in_training, self.signals.trained, self.signals.has_peers = True, True, self.ranks.world_size > 1
-        self.steps.made = self.first_step
+        self.steps.begin(self.first_step, restored=self.resumed is None)
         self.clock.start()
 
     def ahead(self, open_batches: Callable[[], Iterator], share: int, steps: int) -> Iterator:

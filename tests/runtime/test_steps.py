@@ -17,6 +17,7 @@ VALIDATED = ("                    if is_validated(step, h):\n"
 END = "            run.end_step()\n"
 LEFT = "            if step == h.total_iterations:\n                break\n"
 AGREED = "            run.agree_on_loss(step)"
+RESTORED = "    run.restore(functools.partial(warm_up, manager, ranks, run.first_step))\n"
 STARTED = "        run.start_clock()\n"
 CLOSED = "        batches.close()\n"
 LAST = "run.log_validation(h.total_iterations, validate(h.total_iterations, manager, run))\n"
@@ -66,6 +67,7 @@ OUT_OF_PLACE = {  # what is said, and the changes of train()
         "run.agree_on_loss(0) without run.report_loss(0) before it: each step",
         ("            forward_backward(step", "            (step"),
     ),
+    "a start later": ("run.start_clock() is called twice: time", (LEFT, f"{LEFT}            step == 2 and run.start_clock()\n")),
     "no start": ("run.start_clock() comes before the loop", (STARTED, "")),
     "a validation of nothing": (
         "the validation of step 0 gave None: must give its loss, a number",
@@ -95,6 +97,14 @@ OUT_OF_PLACE = {  # what is said, and the changes of train()
         (VALIDATED, f"{VALIDATED}                        run.log_validation(step, 1.0)\n"),
     ),
 }
+
+
+def test_a_resumption_that_restores_nothing_is_told(shards, tmp_path, capsys, change):
+    """As without a warm-up: it went on from the checkpoint's step with the first weights."""
+    main(options(shards, tmp_path, save_every=5))
+    change("prepare", (RESTORED, ""))
+    said = "error: run.restore\\(\\) comes before run.start_clock\\(\\), or the checkpoint's state is not in the model\n"
+    ends_with(capsys, options(shards, tmp_path, resume=tmp_path / "logs" / "run" / "step_000005.pt"), said, 1)
 
 
 @pytest.mark.parametrize("loss", ["total.item()", "total.expand(2)"])
