@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from launch import GIVEN, OF_VARIABLES, others_code, threads_at_most
 from launch.console import RunError, Stopped, encoded
-from launch.signals import let_the_first_tell
+from launch.signals import LOST, let_the_first_tell, lost_another
 
 # What Python, PyTorch and their libraries read of the environment and compute otherwise, or slower, by; threads are told with
 # the CPU. Not torchrun's own variables, nor what launch/ sets.
@@ -195,8 +195,9 @@ def end_of_run(run: Any, kind: type | None, error: BaseException | None) -> Base
     told = not isinstance(end, Exception) or isinstance(end, Stopped) or not run.signals.in_training
     log = None if told else run.log
     if log and log.place and log.lines and not log.file.closed:
-        name = "" if isinstance(end, RunError) else f"{type(end).__name__}: "
-        log.write(f"error: {name}{end}".partition("\n")[0].rstrip(": "), console=False)
+        said = f"{LOST}: the console has why" if lost_another(end) else f"{end}"
+        name = "" if isinstance(end, RunError) or lost_another(end) else f"{type(end).__name__}: "
+        log.write(f"error: {name}{said}".partition("\n")[0].rstrip(": "), console=False)
     return end
 
 

@@ -23,8 +23,14 @@ IN_TRAINING = "BANKRUN_IN_TRAINING"  # there too: the pipe into which a rank say
 BUSY = signal.SIGURG  # from a rank to start.py, which then waits on; what does not know it takes no notice
 ONE_SIGNAL = 1.0  # seconds in which a signal that comes again is the same: a service manager's to all, and a launcher's copy
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOST = "lost another rank, which has died or hangs"
 FAULT = -1  # beside their numbers: data that fail
 STOPS = (*SIGNALS, FAULT)  # reasons to stop after the step
+
+
+def lost_another(error: BaseException | None) -> bool:
+    """Is the error that of a rank which waits for another one that has gone? gloo has no type of its own for it."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 class Signals:
@@ -68,8 +74,7 @@ class Signals:
                 os.write(self.marks, mark)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        # Told while SIGTERM, which a launcher now sends, is heard. gloo has no type of its own for a peer that has gone.
-        lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        lost = lost_another(error)  # told while SIGTERM, which a launcher now sends, is heard
         bug = isinstance(error, Exception) and not isinstance(error, RunError)
         if self.launched and bug and (lost or os.environ.get("RANK") != "0"):
             self.in_training = False  # from here on a signal ends this rank, before it repeats what another has told
@@ -77,7 +82,7 @@ class Signals:
             if self.received:
                 leave("", 1)
         if lost and bug:
-            leave(f"error: rank {os.environ.get('RANK', 0)}: lost another rank, which has died or hangs: {error}", 1)
+            leave(f"error: rank {os.environ.get('RANK', 0)}: {LOST}: {error}", 1)
         entered.remove(self)
         through = self.launched and error is None  # about to leave: no signal makes another end of it
         for number, handler in self.previous.items():  # a launcher that sees another rank leave first sends one more

@@ -60,7 +60,7 @@ class Log:
     def write(self, text: object, console: bool = True) -> None:  # a line of the log
         if self.quiet:
             return
-        self.lines.append(encoded(f"{text}\n").decode())  # as a checkpoint compares it with the file
+        self.lines.append(encoded(f"{text}\n").decode().replace("\0", "\\0"))  # as a checkpoint compares it with the file
         self.unwritten += encoded(self.lines[-1])
         try:
             self._put()

@@ -1031,6 +1031,17 @@ def test_a_number_is_written_into_a_log_as_a_text_is(tmp_path, capsys):
     assert path.read_text() == "header\n3.5\n{'norm': 1}\n" and capsys.readouterr().out == "3.5\n{'norm': 1}\n"
 
 
+def test_a_nul_byte_in_a_line_cuts_no_log_short(shards, tmp_path, monkeypatch, no_warm_up):
+    """As of a byte model's text: records/ took it for what a machine that goes down leaves, and the run for cut short."""
+    validate = train_gpt.validate
+    monkeypatch.setattr(train_gpt, "validate", lambda *given: given[2].log.write("text: H\0i") or validate(*given))
+    main(options(shards, tmp_path, save_every=4))
+    log = tmp_path / "logs" / "run.txt"
+    assert "text: H\\0i" in log.read_text().splitlines() and not read_log(log).fault
+    main(options(shards, tmp_path, save_every=4, resume=tmp_path / "logs" / "run" / "step_000004.pt"))
+    assert is_whole(log)
+
+
 def test_what_is_in_the_way_of_a_log_is_named(tmp_path):
     """It said that the log itself, which was not there, must be moved."""
     (tmp_path / "run.txt.bankrun.tmp").mkdir()

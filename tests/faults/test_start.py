@@ -772,6 +772,7 @@ DEFAULTS = {  # of a new setting, which a user did not give: he was told of an o
     "z_loss: float = 0.0": r"--z_loss=0\.0: must be positive and finite",
     "rampup: int = setting(0, 'x')": "--rampup=0: must be positive",
     "shift: float = setting(-1.0, 'x', least=0)": r"--shift=-1\.0: must be 0 or more and finite",
+    "limit: int = setting(2**40, 'x')": r"--limit=\d+: must be below 2\*\*32",
 }
 
 
@@ -811,7 +812,8 @@ def test_a_default_outside_of_its_limits_is_told_as_the_scripts(start, shards, t
     line = "    seed: int = setting("
     (tmp_path / "idea.py").write_text(SCRIPT.read_text().replace(line, f"    {field}\n{line}"))
     code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
-    told = "and what the script gives is not: change that, or the limits in its row, as setting(0.0, …, least=0)"
+    row = "" if field.startswith("limit") else ", or the least of its row, as setting(0.0, …, least=0), or least=-1 to go below 0"
+    told = f"and what the script gives is not: change that{row}"
     assert (code, started) == (1, ()) and re.fullmatch(f"idea.py: error: {DEFAULTS[field]}, {re.escape(told)}", lines[-1]), lines
 
 
