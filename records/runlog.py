@@ -193,6 +193,8 @@ def parse_log(data: bytes, path: Path = Path("log")) -> RunLog:
         read_steps(text, body, log)
     elif not log.fault:
         log.fault = "no log: neither sources that a rule of = ends nor step lines"
+    if nul and log.fault:  # by them, it may be
+        log.fault += f"; {log.problems[0]}"
     return log
 
 

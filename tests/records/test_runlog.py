@@ -277,6 +277,8 @@ def test_no_bytes_break_the_parser(junk, where, within):
         (make_log(lines=step_lines(8).replace("step:5/8", "sample, after a prompt:\na b\nstep:5/8")),
          "cut short at step 4/8: there a sample begins, behind which nothing is read"),
         (make_log(lines=step_lines(8).replace("step:8/8 val", "# ")), "cut short at step 8/8: no validation loss"),
+        (make_log(lines=step_lines(8).replace("step:5/8", "a text: \0\nstep:5/8")),
+         f"cut short at step 4/8; read up to byte {len(make_log(lines=step_lines(8)).partition(b'step:5/8')[0]) + 8}: there begin NUL bytes"),
     ],
     ids=lambda part: part[:40] if isinstance(part, str) else "log",
 )  # fmt: skip
