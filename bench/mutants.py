@@ -757,7 +757,7 @@ CHANGES = {  # by file: what, tests, old, new
     "launch/machine.py": (
         ("a log ends in gloo's words of a rank that has gone",
          "runtime/joining::test_when_one_rank_is_killed_the_others_say_so_and_end",
-         'if lost_another(end) else f"{end}"', 'if False else f"{end}"'),
+         'if lost_another(end) else f"{name}{end}"', 'if False else f"{name}{end}"'),
         ("memory that runs out is a traceback",
          "faults/running::test_a_rank_whose_memory_runs_out_says_where_and_what_needs_less",
          "        refuse_lack_of_memory(error, run.ranks)\n", ""),

@@ -195,9 +195,9 @@ def end_of_run(run: Any, kind: type | None, error: BaseException | None) -> Base
     told = not isinstance(end, Exception) or isinstance(end, Stopped) or not run.signals.in_training
     log = None if told else run.log
     if log and log.place and log.lines and not log.file.closed:
-        said = f"{LOST}: the console has why" if lost_another(end) else f"{end}"
-        name = "" if isinstance(end, RunError) or lost_another(end) else f"{type(end).__name__}: "
-        log.write(f"error: {name}{said}".partition("\n")[0].rstrip(": "), console=False)
+        name = "" if isinstance(end, RunError) else f"{type(end).__name__}: "
+        said = f"{LOST}: the console has why" if lost_another(end) else f"{name}{end}"
+        log.write(f"error: {said}".partition("\n")[0].rstrip(": "), console=False)
     return end
 
 
