@@ -340,6 +340,8 @@ CHANGES = {  # by file: what, tests, old, new
          "for step in steps) for phase", "for step in steps[:1]) for phase"),
     ),
     "data/cached_fineweb10B.py": (
+        ("a size below 0 is believed", "data/downloads::test_a_size_that_none_can_have_is_as_good_as_none",
+         "found.size if (found.size or 0) > 0 else None", "found.size or None"),
         ("a hub says what else it is told, and breaks later requests",
          "data/downloads::test_a_hub_is_asked_for_nothing_else_and_what_one_has_said_breaks_nothing",
          'os.environ.get("HF_HUB_DISABLE_TELEMETRY") or "1"', '"0"'),
@@ -386,6 +388,8 @@ CHANGES = {  # by file: what, tests, old, new
          "(error, error.__cause__) if x))[:2000]", "(error, error.__cause__) if x))"),
     ),
     "data/fineweb.py": (
+        ("a file has two names", "data/downloads::test_a_name_that_leads_elsewhere_is_neither_fetched_nor_deleted",
+         " and os.path.normpath(name) == name", ""),
         ("a worker imports from the current folder", "data/downloads::test_a_worker_imports_nothing_from_the_current_folder",
          '    os.environ["PYTHONSAFEPATH"] = "1"', '    os.environ["PYTHONSAFEPATH"] = ""'),
         ("a row group is read to its end, however long its text",

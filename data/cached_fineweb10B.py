@@ -134,7 +134,7 @@ def announced(repo: str, name: str, revision: str | None = None) -> Announced:
         etag = found.etag or ""
         if len(etag) not in (40, 64) or set(etag) - set("0123456789abcdef"):
             raise DataError(f"it announces the ETag {etag[:80]!a}, which is no SHA-256: nothing can be compared with it")
-        return Announced(etag, found.size or None)
+        return Announced(etag, found.size if (found.size or 0) > 0 else None)
 
     return with_retries(ask, f"the hash of {repo}/{name}")
 

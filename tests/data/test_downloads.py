@@ -22,7 +22,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
@@ -415,6 +415,14 @@ def test_a_shard_is_on_disk_before_it_has_its_name(tmp_path: Path, shards: dict[
     cached_fineweb10B.fetch_shard(name, tmp_path, {})
     shard = inode(tmp_path / name)
     assert done == [("synced", shard), ("named", shard), ("named", shard), ("synced", inode(tmp_path))]
+
+
+@pytest.mark.parametrize(("said", "taken"), [(900, 900), (0, None), (-7, None), (None, None)])
+def test_a_size_that_none_can_have_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch, said: int | None, taken: int | None) -> None:
+    """Of -7 bytes were more than announced, whatever came."""
+    metadata = SimpleNamespace(etag="0" * 64, size=said)
+    monkeypatch.setattr(cached_fineweb10B, "get_hf_file_metadata", lambda *_, **__: metadata)
+    assert cached_fineweb10B.announced("someone/texts", "a.bin").size == taken
 
 
 def test_what_the_environment_asks_for_is_not_tried_again(hub: Hub, tmp_path: Path) -> None:
@@ -1294,7 +1302,7 @@ def test_a_parquet_file_that_has_changed_on_disk_is_fetched_again(hub: Hub, parq
 
 
 HOSTILE = ["../../mine.parquet", "{folder}/mine.parquet", "sample/../../../mine.parquet", "way/mine.parquet"]
-HOSTILE += ["mine.txt", "a\0.parquet"]
+HOSTILE += ["mine.txt", "a\0.parquet", "a\ud800.parquet", "sample/10BT//000.parquet", "sample/./10BT/000.parquet"]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
