@@ -638,6 +638,10 @@ CHANGES = {  # by file: what, tests, old, new
          "            _left[stream] = rest\n", "            _left[stream] = end.encode()\n"),
     ),
     "launch/environment.py": (
+        ("a shared library that is cut short serves", "faults/environment::test_a_shared_library_that_is_cut_short_is_missing",
+         "                elif cut_library(name):", "                elif False:"),
+        ("a stripped library is a cut one", "faults/environment::test_a_shared_library_that_is_cut_short_is_missing",
+         "sys.byteorder) > length > 64", "sys.byteorder) > 0"),
         ("NumPy's fault is PyTorch's", "faults/start::test_a_cut_package_is_one_line",
          "    fault = cut_package(error)\n    if fault:", "    fault = ''\n    if fault:"),
         ("an empty variable of PyTorch's is not named", "faults/start::test_a_variable_that_pytorch_does_not_import_with_is_named",

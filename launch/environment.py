@@ -75,9 +75,9 @@ except ImportError as error:
     ))  # fmt: skip
 
 try:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import PackageNotFoundError, distribution, version
 except ImportError:  # before 3.8, which is told below
-    PackageNotFoundError = version = None
+    PackageNotFoundError = distribution = version = None
 
 OLDEST = (3, 11)
 ELSEWHERE = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_PYTHON")  # where pip would install what .venv lacks
@@ -132,9 +132,26 @@ def missing(files):
                 whole = spec is not None and spec.origin is not None  # a folder without __init__.py has none
                 if not whole or numbers(there) < numbers(oldest or "0"):
                     lacks.append(name + (" from " + oldest if whole else ", which is half installed"))
+                elif cut_library(name):
+                    lacks.append("{}, whose {} is cut short".format(name, cut_library(name)))
             except (PackageNotFoundError, TypeError, ValueError):
                 lacks.append(name)
     return lacks
+
+
+def cut_library(name):
+    """A shared library of an installed package that ends before its own table of sections, as after a power cut; empty if there is
+    none. To import it is a bus error. One that is stripped is shorter, too, than the package's RECORD says, and whole."""
+    there, lines = distribution(name), ""
+    with contextlib.suppress(OSError, ValueError):
+        lines = there.read_text("RECORD") or ""
+    for file, size in re.findall(r"(?m)^(.+\.so(?:\.[^,\n]*)?),[^,\n]*,(\d+)$", lines):  # name,sha256=digest,bytes
+        with contextlib.suppress(OSError), open(str(there.locate_file(file)), "rb") as library:
+            length = os.fstat(library.fileno()).st_size
+            head = library.read(64) if length < int(size) else b""
+            if head[:5] == b"\x7fELF\2" and int.from_bytes(head[40:48], sys.byteorder) > length > 64:
+                return os.path.basename(file)
+    return ""
 
 
 def lines_of(path):

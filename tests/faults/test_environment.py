@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from numpy._core import _multiarray_umath
 
 from common import HAS_TRITON, ROOT, copy_project, exit_code, forked, text_of, wait_until
 from launch import environment, start
@@ -392,6 +393,22 @@ def test_a_package_that_is_half_there_is_missing(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text(lines)
     half = ", which is half installed"
     assert environment.missing([f"{tmp_path / 'requirements.txt'}"]) == [f"thing_a{half}", f"thing_b{half}", "thing_d"]
+
+
+def test_a_shared_library_that_is_cut_short_is_missing(tmp_path, monkeypatch):
+    """As by a power cut: to import it was a bus error, without a word. One that is stripped is shorter as well, and serves."""
+    monkeypatch.syspath_prepend(tmp_path)
+    package(tmp_path, "thing_s", "3.0")
+    whole = Path(_multiarray_umath.__file__).read_bytes()
+    (tmp_path / "thing_s" / "lib_s.so.1").write_bytes(whole)
+    (tmp_path / "thing_s-3.0.dist-info" / "RECORD").write_text(f"thing_s/lib_s.so.1,sha256=x,{len(whole) + 99}\n")
+    (tmp_path / "requirements.txt").write_text("thing_s==3.0  # from 2.0\n")
+    asked = [f"{tmp_path / 'requirements.txt'}"]
+    assert environment.missing(asked) == []
+    os.truncate(tmp_path / "thing_s" / "lib_s.so.1", 100_000)
+    assert environment.missing(asked) == ["thing_s, whose lib_s.so.1 is cut short"]
+    (tmp_path / "thing_s-3.0.dist-info" / "RECORD").write_bytes(b"\xff")
+    assert environment.missing(asked) == []
 
 
 def test_this_environment_serves_and_the_files_say_from_which_versions_on():
