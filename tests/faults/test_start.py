@@ -1074,6 +1074,11 @@ def test_a_cut_package_that_an_idea_imports_is_one_line(tmp_path, command, code)
     assert done.returncode == 1 and re.fullmatch(said, done.stderr), done.stderr
 
 
+def less_of_waits(text: str) -> str:
+    """Two tests may check records/ at once."""
+    return re.sub(r".*: waiting for another tool that works there, as race\.py\n", "", text)
+
+
 @pytest.mark.parametrize("command", ["launch/start.py", "sample.py latest x", "data/local_text.py", "records/history.py --check"])
 def test_a_compiled_file_that_is_cut_is_named(tmp_path, command):
     """"marshal data too short", after a power cut: a traceback, or PyTorch that cannot be imported."""
@@ -1084,7 +1089,7 @@ def test_a_compiled_file_that_is_cut_is_named(tmp_path, command):
     environ = {**os.environ, "PYTHONPATH": f"{folder.parent}"}
     done = subprocess.run([PYTHON, *command.split()], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     told = f"{Path(command.split()[0]).name if 'start' not in command else SCRIPT.name}: error: {compiled} is cut short: delete it"
-    assert (done.returncode, done.stderr) == (1, f"{told}, Python makes it again\n")
+    assert (done.returncode, less_of_waits(done.stderr)) == (1, f"{told}, Python makes it again\n")
     try:
         raise EOFError  # an idea's own
     except EOFError as error:
@@ -1100,7 +1105,7 @@ def test_a_cut_package_is_one_line(tmp_path, command):
     environ = {**os.environ, "PYTHONPATH": f"{folder.parent}"}
     done = subprocess.run([PYTHON, *command.split()], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     said = r"\S+\.py: error: numpy cannot be imported: unterminated .*: it is that of \S+, which PYTHONPATH names.*: unset it\n"
-    assert done.returncode == 1 and re.fullmatch(said, done.stderr), done.stderr
+    assert done.returncode == 1 and re.fullmatch(said, less_of_waits(done.stderr)), done.stderr
 
 
 @pytest.mark.parametrize("name, said", [("TORCH_LOGS", "Invalid log settings: x"), ("TORCH_DISTRIBUTED_DEBUG", "The value of ")])
