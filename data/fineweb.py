@@ -96,9 +96,10 @@ class Progress:
 
 
 def parquet_path(output: Path, name: str) -> Path:
-    """Where the parquet file of that name is kept, and deleted. Raises DataError for a name that leads elsewhere."""
+    """Where the parquet file of that name is kept, and deleted. Raises DataError for a name that leads elsewhere, or
+    that another spelling has, too: a list would have the file twice."""
     folder = output / "parquet"
-    plain = not re.search(r"[\0\ud800-\udfff]", name) and os.path.normpath(name) == name  # another spelling would be another file
+    plain = not re.search(r"[\0\ud800-\udfff]", name) and os.path.normpath(name) == name
     inside = plain and (folder / name).resolve().is_relative_to(folder.resolve())
     if not inside or not name.endswith(".parquet"):
         raise DataError(f"{name!a} is no name of a parquet file below {folder}: it is neither fetched nor deleted")

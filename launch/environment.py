@@ -130,10 +130,11 @@ def missing(files):
                 there = version(name)
                 spec = importlib.util.find_spec(module or name)
                 whole = spec is not None and spec.origin is not None  # a folder without __init__.py has none
+                cut = cut_library(name)
                 if not whole or numbers(there) < numbers(oldest or "0"):
                     lacks.append(name + (" from " + oldest if whole else ", which is half installed"))
-                elif cut_library(name):
-                    lacks.append("{}, whose {} is cut short".format(name, cut_library(name)))
+                elif cut:
+                    lacks.append("{}, whose {} is cut short".format(name, cut))
             except (PackageNotFoundError, TypeError, ValueError):
                 lacks.append(name)
     return lacks

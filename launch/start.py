@@ -697,8 +697,8 @@ def check_defaults(check_values: Callable, settings: type, presets: dict[str, di
         try:
             check_values(settings(**preset))
         except ValueError as error:
-            row = "" if f"{error}".endswith("2**32") else ", or the least of its row, as setting(0.0, …, least=0), or least=-1 to go below 0"
-            raise LaunchError(f"{error}, and what the script gives is not: change that{row}", 1) from None
+            row = "a limit from below is the least of its row, as setting(0.0, …, least=0), or least=-1 to go below 0"
+            raise LaunchError(f"{error}, and what the script gives is not: change that; {row}", 1) from None
 
 
 def check_compiler(name: str, usual: list[str]) -> None:

@@ -44,7 +44,7 @@ class Steps:
     def begin(self, step: int, restored: bool) -> None:
         """restored: what a checkpoint holds, if there is one, is in the model."""
         self._refuse_if(self.made >= 0, "run.start_clock() is called twice: time is counted from the first one on")
-        self._refuse_if(not restored, "run.restore() comes before run.start_clock(), or the checkpoint's state is not in the model")
+        self._refuse_if(not restored, "run.start_clock() without run.restore() before it: the model has not the checkpoint's state")
         self.made = step
 
     def counted(self, batches: Iterator, share: int, steps: int) -> Iterator:
@@ -89,7 +89,8 @@ class Steps:
             ahead = taken.at_end - taken.due  # a loop may hold the next step's, or all from its beginning
             fits = 0 <= ahead <= taken.share or taken.at_end == taken.all
             found = f"{taken.at_end} micro-batches are taken after step {self.made}, must be {taken.due}"
-            self._refuse_if(not fits, f"{found}: {taken.share} a step, a step ahead at most or all at once, or a resumption has others")
+            rule = f"{taken.share} a step, a step ahead at most or all at once, or a resumption has others"
+            self._refuse_if(not fits, f"{found}: {rule}")
         self.reported, self.agreed, self.made = False, False, self.made + 1
 
     def validation(self, step: int, loss: Any) -> float:

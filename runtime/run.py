@@ -108,7 +108,7 @@ class Run:
 
     def ahead(self, open_batches: Callable[[], Iterator], share: int, steps: int) -> Iterator:
         """The micro-batches of so many steps, `share` in each, fetched a step early: if that fails on any rank, the run ends
-        after the step before, saved. Called by all ranks."""
+        after the step before, saved. Of all the run's steps, each takes its share, or is refused. Called by all ranks."""
         batches = FetchedAhead(open_batches, share, steps, self.faults)
         if any(self.ranks.gather(self.faults)):
             self.signals.agreed = FAULT

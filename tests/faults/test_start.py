@@ -812,8 +812,8 @@ def test_a_default_outside_of_its_limits_is_told_as_the_scripts(start, shards, t
     line = "    seed: int = setting("
     (tmp_path / "idea.py").write_text(SCRIPT.read_text().replace(line, f"    {field}\n{line}"))
     code, lines, started = start(tmp_path / "idea.py", *options(shards, tmp_path))
-    row = "" if field.startswith("limit") else ", or the least of its row, as setting(0.0, …, least=0), or least=-1 to go below 0"
-    told = f"and what the script gives is not: change that{row}"
+    row = "a limit from below is the least of its row, as setting(0.0, …, least=0), or least=-1 to go below 0"
+    told = f"and what the script gives is not: change that; {row}"
     assert (code, started) == (1, ()) and re.fullmatch(f"idea.py: error: {DEFAULTS[field]}, {re.escape(told)}", lines[-1]), lines
 
 

@@ -103,7 +103,7 @@ def test_a_resumption_that_restores_nothing_is_told(shards, tmp_path, capsys, ch
     """As without a warm-up: it went on from the checkpoint's step with the first weights."""
     main(options(shards, tmp_path, save_every=5))
     change("prepare", (RESTORED, ""))
-    said = "error: run.restore\\(\\) comes before run.start_clock\\(\\), or the checkpoint's state is not in the model\n"
+    said = "error: run.start_clock\\(\\) without run.restore\\(\\) before it: the model has not the checkpoint's state\n"
     ends_with(capsys, options(shards, tmp_path, resume=tmp_path / "logs" / "run" / "step_000005.pt"), said, 1)
 
 
