@@ -1,6 +1,7 @@
-"""The trainer's operations that have more than one implementation: a reference in plain PyTorch, a kernel for GPUs.
+"""The trainer's operations that have a GPU kernel, each beside its reference in plain PyTorch.
 
-A function's body is its reference: the mathematics, and the fast path on a CPU. `has_kernel` puts a kernel in its place:
+The body of a public function is its reference: the mathematics, and what a CPU runs. The decorator
+`has_kernel` puts a kernel in its place where there is one:
 
     @has_kernel
     def XXT(X, out=None): ...  # plain PyTorch
@@ -8,19 +9,37 @@ A function's body is its reference: the mathematics, and the fast path on a CPU.
     @XXT.kernel("cuda")
     def _XXT_cuda(X, out=None): ...  # takes over for 16-bit tensors on a GPU
 
-Chapters, in the order of learning: how a function finds its kernel; transposes; embeddings; FP8; symmetric products; norm;
-MLP; head and loss; what the machine wants. Attention is a file of its own, attention.py. Each chapter goes from the
-mathematics to the launch configuration, the kernel, its launcher and custom operators. Docstrings say what is computed, why
-that is faster, what must hold, its source.
+Chapters, in the order of learning:
 
-Kernels compute in fp32 and store in the dtype of their pointers: Triton's interpreter runs in fp32 and fp16 on a CPU the code
-that GPUs run in bf16 and FP8. No configuration is searched for at run time. References compute in the dtype they are given,
-but sum products of bf16 or FP8 in fp32, as matrix units do, and norm, attention and loss in fp32 or better.
-What a kernel must move and was compiled to: bench/README.md. What is proved of it: bench/kernel_checks.py.
+     1  How a function finds its kernel
+     2  Transposes: tiles that turn on the chip
+     3  Embeddings: sums without atomics
+     4  The residual stream: norm and sum, left to torch.compile
+     5  Queries and keys: norm, rotation and offset in one kernel each way
+     6  Attention within documents and a window: FlashAttention, or blocks on a CPU
+     7  Symmetric matmuls: what Polar Express is made of
+     8  Linear maps and the MLP: an epilogue after a matmul
+     9  FP8: quantization and matmuls
+    10  LM head and loss: one kernel whose programs wait for each other
+    11  fp32 weights as 16 + 16 bits
+    12  What the machine wants
+
+A chapter goes from the mathematics to the launch configuration, the kernel, its launcher and its
+custom operators. A kernel's docstring says what it computes, why that is faster ("Faster"), what
+must stay true ("Must hold") and which public record had the idea ("From"; else it is this project's).
+R61 is record 61 of the public speedrun, https://github.com/KellerJordan/modded-nanogpt.
+
+Precision. Kernels compute in fp32 and store in the dtype of their pointers, so that Triton's interpreter
+runs in fp32 and fp16 what GPUs run in bf16 and FP8. References compute in the dtype they are given, but sum
+matmuls of bf16 or FP8 in fp32, as matrix units do, and compute norm, attention and loss in fp32 or better.
+
+No launch configuration is searched for at run time. bench/README.md says what each kernel must move and
+what it was compiled to; the checks in bench/kernels.py say what is proved of it.
 """
 
 import contextlib
 import functools
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -30,37 +49,45 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
+from runtime import cpu
+from runtime.cpu import CPU_BF16, CPU_FP32  # noqa: F401 (train_gpt.py imports both from here)
+
 try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ModuleNotFoundError as missing:
-    if missing.name != "triton":  # one that is half installed is an error
+    if missing.name != "triton":  # a broken installation is an error
         raise
-    from no_triton import TensorDescriptor, tl, triton
+    from runtime.cpu import TensorDescriptor, tl, triton
+
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 # -----------------------------------------------------------------------------
-# How a function finds its kernel
+# 1. How a function finds its kernel
 
 _forced: str | None = None  # set by kernels_of
-CPU_BF16, CPU_FP32 = "CPU with bf16 units", "CPU without bf16 units"  # devices of their own
-cpu: str | None = None  # one of these in a run on a CPU: set by use_cpu of cpu.py
 
 
 def kernel_device(x: Tensor) -> str | None:
-    """The type of device whose kernels serve x; None in fp64, on a GPU also in fp32: tiles are sized for 16 bits."""
+    """The device whose kernels serve x, None if there is none, as for fp64.
+
+    It is x's device type if x has 16 bits or fewer, for which tiles are sized: a GPU has no kernel for
+    fp32. In a run on a CPU it is CPU_BF16 or CPU_FP32 for bf16 and fp32 (runtime/cpu.py).
+    """
     own = x.device.type if x.dtype.itemsize <= 2 else None
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
-        own = cpu
+        own = cpu.chosen
     return own if _forced is None else _forced
 
 
 @contextlib.contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Inside, every function takes the kernels of `device`, whatever the device and dtype of its tensors: for tests and
-    benchmarks. kernels_of("cuda") is the GPU's way on any tensor; kernels_of("cpu"), which has no kernels, the reference's."""
+    """Inside, functions use the kernels of `device` on any tensor; "cpu" has none: references."""
     global _forced
-    before, _forced = _forced, device
+    before = _forced
+    _forced = device
     try:
         yield
     finally:
@@ -68,8 +95,11 @@ def kernels_of(device: str) -> Iterator[None]:
 
 
 def has_kernel(reference: Callable) -> Callable:
-    """The decorated function, or the kernel for the device of its first argument: a function of the same signature, registered
-    by `.kernel(device)`. torch.compile traces the chosen one; no `if function:` here: Dynamo 2.11 cannot trace it."""
+    """Let the function dispatch on the device of its first argument.
+
+    `.kernel(device)` registers a function of the same signature as that device's kernel. torch.compile
+    traces the one that is chosen. (There is no `if function:` here, because Dynamo 2.11 cannot trace it.)
+    """
     kernels: dict[str, Callable] = {}
 
     @functools.wraps(reference)
@@ -77,7 +107,14 @@ def has_kernel(reference: Callable) -> Callable:
         device = kernel_device(x)
         return (kernels[device] if device in kernels else reference)(x, *args, **options)
 
-    chosen.kernel = lambda device: lambda function: kernels.update({device: function}) or function
+    def kernel(device: str) -> Callable[[Callable], Callable]:
+        def register(function: Callable) -> Callable:
+            kernels[device] = function
+            return function
+
+        return register
+
+    chosen.kernel = kernel
     return chosen
 
 
@@ -87,12 +124,12 @@ class Chip(NamedTuple):  # what a launch depends on
 
 
 H100 = Chip(132, 227 * 1024)
-OPTIONS = dict(enable_fp_fusion=True)  # of every launch: a multiplication and an addition may be one instruction
+OPTIONS = dict(enable_fp_fusion=True)  # of every launch: multiply and add may be one instruction
 
 
 @functools.cache
 def chip(device: torch.device) -> Chip:
-    """The chip of a CUDA device; an H100 elsewhere: tests interpret and compile kernels for it."""
+    """The chip of a CUDA device. Elsewhere an H100: tests interpret and compile kernels for it."""
     if device.type != "cuda":
         return H100
     found = torch.cuda.get_device_properties(device)
@@ -100,47 +137,60 @@ def chip(device: torch.device) -> Chip:
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """The one place where a kernel starts, so that tests and benchmarks see what is launched."""
+    """Start a kernel. Every launch goes through here, so that tests and benchmarks see it."""
     kernel[grid](*args, **constants, **OPTIONS)
 
 
 def operator(name: str, fake: Callable) -> Callable[[Callable], library.CustomOpDef]:
-    """The decorated function as custom operator bankrun::name, one node of a compiled graph; fake gives its result's shapes
-    and dtypes, of the same arguments. PyTorch's wrapper keeps Dynamo out of it, and imports Dynamo for that: 2 s of every rank
-    on a CPU. There the function stands without it as long as nobody else has imported Dynamo."""
+    """The decorated function as custom operator bankrun::name, one node of a compiled graph.
+
+    fake takes the same arguments and returns tensors of the result's shapes and dtypes. PyTorch's wrapper
+    keeps Dynamo out of the function and imports Dynamo for that: 2 s of every rank's start. On a CPU the
+    function therefore runs unwrapped until something else has imported Dynamo.
+    """
 
     def register(function: Callable) -> library.CustomOpDef:
         node = library.custom_op("bankrun::" + name, function, mutates_args=())
         node.register_fake(fake)
         wrapped = torch._disable_dynamo(function)
-        library.impl("bankrun::" + name, "cpu", lambda *args: (wrapped if "torch._dynamo" in sys.modules else function)(*args))
+
+        def on_cpu(*args: Any) -> Any:
+            return (wrapped if "torch._dynamo" in sys.modules else function)(*args)
+
+        library.impl("bankrun::" + name, "cpu", on_cpu)
         return node
 
     return register
 
 
-def _wide(x: Tensor) -> Tensor:  # in fp32 if it is narrower
+def _wide(x: Tensor) -> Tensor:
+    """x in fp32, if it is narrower."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in dtype. Where nothing changes, nothing is done: Dynamo 2.11 loses the gradient of a saved `.to` that does nothing."""
+    """x in dtype. Dynamo 2.11 loses the gradient of a saved `.to` that changes nothing, so there is none."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """In which x is an operand of a product: bf16 on a CPU with bf16 units, elsewhere its own."""
+    """The dtype of x as a matmul's operand: bf16 on a CPU with bf16 units, elsewhere its own."""
     return torch.bfloat16 if kernel_device(x) == CPU_BF16 else x.dtype
 
 
 # -----------------------------------------------------------------------------
-# Transposes: the tied embedding (vocab, dim) and the head (dim, vocab)
+# 2. Transposes: tiles that turn on the chip
+#
+# embed is (vocab, dim) and lm_head (dim, vocab). While they are tied, embed's gradient is added to
+# lm_head's, and lm_head's new weights are copied to embed.
 
 
 @has_kernel
 def transpose_add(source: Tensor, target: Tensor, alone: bool = True) -> None:
     """target += sourceᵀ in place: embed.grad (vocab, dim) into lm_head.grad (dim, vocab).
-    alone: nothing runs meanwhile, so that a kernel takes all processors."""
+
+    alone: no collective runs at the same time, so that the kernel may use every processor.
+    """
     target.add_(source.mT)
 
 
@@ -150,47 +200,65 @@ def transpose_copy(source: Tensor, target: Tensor, alone: bool = True) -> None:
     target.copy_(source.mT)
 
 
-TRANSPOSE = dict(BLOCK=64, num_warps=4)  # 64 bf16 are a line of 128 bytes, in either layout
-TRANSPOSE_PROGRAMS = 32  # of an H100's 132 processors: the others stay with the collectives that run meanwhile
+TRANSPOSE = dict(BLOCK=64, num_warps=4)  # 64 bf16 are a memory line of 128 bytes in either layout
+TRANSPOSE_PROGRAMS = 32  # of an H100's 132 processors; the others are left to the collectives
 
 
 @triton.jit
-def _load_tile(matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr = False):
-    """(ROWS, COLS) at (row, col) of a contiguous (rows, cols) matrix, zero outside; matrix is a tensor descriptor if TMA."""
+def _load_tile(
+    matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr = False
+):
+    """The tile at (row, col) of a contiguous (rows, cols) matrix, zero outside; if TMA, of a descriptor."""
     if TMA:
         tile = matrix.load([row, col])
     else:
-        r, c = row + tl.arange(0, ROWS)[:, None], col + tl.arange(0, COLS)[None, :]
-        tile = tl.load(matrix + r.to(tl.int64) * cols + c, mask=(r < rows) & (c < cols), other=0.0)
+        r = row + tl.arange(0, ROWS)[:, None]
+        c = col + tl.arange(0, COLS)[None, :]
+        inside = (r < rows) & (c < cols)
+        tile = tl.load(matrix + r.to(tl.int64) * cols + c, mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
 def _store_tile(matrix, tile, row, col, rows, cols):
-    r, c = row + tl.arange(0, tile.shape[0])[:, None], col + tl.arange(0, tile.shape[1])[None, :]
-    tl.store(matrix + r.to(tl.int64) * cols + c, tile.to(matrix.dtype.element_ty), mask=(r < rows) & (c < cols))
+    """Round a tile to the matrix's dtype and store the part of it that lies inside."""
+    r = row + tl.arange(0, tile.shape[0])[:, None]
+    c = col + tl.arange(0, tile.shape[1])[None, :]
+    inside = (r < rows) & (c < cols)
+    at = matrix + r.to(tl.int64) * cols + c
+    tl.store(at, tile.to(matrix.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def transpose_kernel(source, target, rows, cols, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """target (rows, cols) = sourceᵀ, or += if ADD, tile by tile; each program takes every num_programs-th.
-    Faster: tiles turn on the chip, so that reads and writes are whole lines of memory, and a sum needs no sourceᵀ in memory;
-    three tiles are on their way while one is turned, as few programs would else wait for memory most of the time.
-    Must hold: source and target are contiguous and do not overlap; sums are rounded once."""
+    """target (rows, cols) = sourceᵀ, or += sourceᵀ if ADD. A program takes every num_programs-th tile.
+
+    Faster: tiles turn on the chip, so that reads and writes are whole lines of memory, and the sum needs no
+    sourceᵀ in memory. Three tiles are loading while one is turned, because few programs would otherwise
+    wait for memory most of the time.
+    Must hold: source and target are contiguous and do not overlap; sums are rounded once.
+    From: R74. PyTorch's transpose used every processor, and NCCL had to wait.
+    """
     across = tl.cdiv(cols, BLOCK)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK) * across, tl.num_programs(0), num_stages=4):
-        row, col = tile // across * BLOCK, tile % across * BLOCK
+    first = tl.program_id(0)
+    tiles = tl.cdiv(rows, BLOCK) * across
+    for tile in tl.range(first, tiles, tl.num_programs(0), num_stages=4):
+        row = tile // across * BLOCK
+        col = tile % across * BLOCK
         result = _load_tile(source, col, row, cols, rows, BLOCK, BLOCK).T
         if ADD:
-            result = _load_tile(target, row, col, rows, cols, BLOCK, BLOCK).to(tl.float32) + result.to(tl.float32)
+            before = _load_tile(target, row, col, rows, cols, BLOCK, BLOCK)
+            result = before.to(tl.float32) + result.to(tl.float32)
         _store_tile(target, result, row, col, rows, cols)
 
 
 def launch_transpose(source: Tensor, target: Tensor, alone: bool = True, *, add: bool) -> None:
     rows, cols = target.shape
     tiles = triton.cdiv(rows, TRANSPOSE["BLOCK"]) * triton.cdiv(cols, TRANSPOSE["BLOCK"])
-    grid = (min(tiles, 4 * chip(target.device).processors if alone else TRANSPOSE_PROGRAMS),)  # of 48 KB, four fit a processor
+    # A program has 48 KB of shared memory: a processor holds four.
+    programs = 4 * chip(target.device).processors if alone else TRANSPOSE_PROGRAMS
     result = target if target.is_contiguous() else target.contiguous()
+    grid = (min(tiles, programs),)
     launch(transpose_kernel, grid, source.contiguous(), result, rows, cols, ADD=add, **TRANSPOSE)
     if result is not target:
         target.copy_(result)
@@ -201,24 +269,31 @@ transpose_copy.kernel("cuda")(functools.partial(launch_transpose, add=False))
 
 
 # -----------------------------------------------------------------------------
-# Embeddings: several looked up at once
+# 3. Embeddings: sums without atomics
 
 
 @has_kernel
 def lookup(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
-    """The tokens' rows of each table, (T, width), differentiable. Tables (vocab, width), of one vocab; tokens (T,) int32."""
+    """The rows of each table at the tokens, (T, width) each; differentiable in the tables.
+
+    Tables are (vocab, width), all of one vocab; tokens (T,) int32. Several tables share one sort of the
+    tokens in the backward pass. From: R65, for the value tables.
+    """
     return [F.embedding(tokens, each) for each in (table, *tables)]
 
 
-def token_runs(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Positions sorted by token, (T,) int64, equal ones in their order; each token's first place there, (vocab + 1,) int32."""
+def token_runs(tokens: Tensor, vocab: int) -> Pair:
+    """Where each token stands: positions sorted by token, and each token's first place among them.
+
+    The positions are (T,) int64, those of one token in their order; the places (vocab + 1,) int32.
+    """
     found, order = torch.sort(tokens, stable=True)
     ids = torch.arange(vocab + 1, device=tokens.device, dtype=tokens.dtype)
     return order, torch.searchsorted(found, ids, out_int32=True)
 
 
-SCATTER = dict(ROWS=8, BLOCK=256, num_warps=1)  # a warp holds the sums; in registers alone
-SCATTER_ITEMS = 8  # of a program: enough to hide its start, few enough to even out the long with the short
+SCATTER = dict(ROWS=8, BLOCK=256, num_warps=1)  # one warp holds the sums, in registers
+SCATTER_ITEMS = 8  # a program: enough to hide its start, few enough to balance long and short ones
 
 
 @triton.jit
@@ -226,15 +301,22 @@ def scatter_kernel(
     grad, order, starts, out,  # (T, dim); (T,) int64; (V + 1,) int32; (V, dim)
     V, dim, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[v] = Σ grad[order[i]], starts[v] ≤ i < starts[v + 1]: a sum over the positions of token v, zero where there are none.
-    Each program takes every num_programs-th item, a row's BLOCK columns: neighbours, often frequent alike, go to different
-    programs, the most frequent tokens of a BPE, its first, to those that start first.
-    Faster: a row is read and written once in 16 bits, 102 MB for 16384 tokens; zeros in fp32, atomic additions and a cast move
-    510. Must hold: no atomics, and one order of summation, so that a run repeats itself to the bit; a sum is rounded once."""
+    """out[v] = Σ grad[order[i]] over starts[v] ≤ i < starts[v + 1]: the gradient of the table's row v.
+
+    An item is BLOCK columns of a row; each program takes every num_programs-th item. Neighbouring rows,
+    often of similar frequency, go to different programs. The most frequent tokens of a BPE are its first,
+    and go to the programs that start first.
+    Faster: a row is read and written once, in 16 bits: 102 MB for 16384 tokens. PyTorch's zeros in fp32,
+    atomic additions and cast move 510 MB.
+    Must hold: no atomics and one order of summation, so that a run repeats bit for bit; a sum is rounded
+    once; a row without positions is zero.
+    """
     across = tl.cdiv(dim, BLOCK)
     for item in tl.range(tl.program_id(0), V * across, tl.num_programs(0)):
-        token, c = (item // across).to(tl.int64), item % across * BLOCK + tl.arange(0, BLOCK)
-        start, end = tl.load(starts + token), tl.load(starts + token + 1)
+        token = (item // across).to(tl.int64)
+        c = item % across * BLOCK + tl.arange(0, BLOCK)
+        start = tl.load(starts + token)
+        end = tl.load(starts + token + 1)
         row = out + token * dim + c
         if start == end:
             tl.store(row, tl.zeros((BLOCK,), out.dtype.element_ty), mask=c < dim)
@@ -243,19 +325,25 @@ def scatter_kernel(
             for first in tl.range(start, end, ROWS, num_stages=3):
                 i = first + tl.arange(0, ROWS)
                 t = tl.load(order + i, mask=i < end, other=0)[:, None]
-                sums += tl.load(grad + t * dim + c, mask=(i < end)[:, None] & (c < dim), other=0.0).to(tl.float32)
+                inside = (i < end)[:, None] & (c < dim)
+                sums += tl.load(grad + t * dim + c, mask=inside, other=0.0).to(tl.float32)
             tl.store(row, tl.sum(sums, 0).to(out.dtype.element_ty), mask=c < dim)
 
 
+def _fake_scatter(grad: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    return grad.new_empty(len(starts) - 1, grad.size(1))
+
+
 def launch_scatter(grad: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """(vocab, dim): the gradient of a table from that of its rows, grad (T, dim); order and starts: token_runs."""
-    out = grad.new_empty(len(starts) - 1, grad.size(1))
+    """The gradient of a table, (vocab, dim), from that of its rows, grad (T, dim); the others: token_runs."""
+    out = _fake_scatter(grad, order, starts)
     items = len(out) * triton.cdiv(out.size(1), SCATTER["BLOCK"])
-    launch(scatter_kernel, (triton.cdiv(items, SCATTER_ITEMS),), grad.contiguous(), order, starts, out, *out.shape, **SCATTER)
+    grid = (triton.cdiv(items, SCATTER_ITEMS),)
+    launch(scatter_kernel, grid, grad.contiguous(), order, starts, out, *out.shape, **SCATTER)
     return out
 
 
-scatter_op = operator("scatter", lambda grad, _, starts: grad.new_empty(len(starts) - 1, grad.size(1)))(launch_scatter)
+scatter_op = operator("scatter", _fake_scatter)(launch_scatter)
 
 
 class _Lookup(torch.autograd.Function):
@@ -276,140 +364,455 @@ def _lookup_cuda(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]
 
 
 # -----------------------------------------------------------------------------
-# FP8: quantisation and products
-# Formats (Micikevicius et al., arXiv 2209.05433): e4m3, 3 bits of mantissa and up to 448, for weights and activations; e5m2,
-# 2 bits and up to 57344, for gradients. Scales are static: no pass looks for the largest number.
+# 4. The residual stream: norm and sum
+#
+# They have no kernel of ours: torch.compile fuses them with their neighbours.
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def has_fp8(device: torch.device) -> bool:
-    """FP8 matrix units (CUDA from compute capability 8.9), or the CPU's emulation of the same arithmetic."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+RMS_EPS = torch.finfo(torch.float32).eps
 
 
-@has_kernel
-def quantize_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x / scale rounded to FP8; numbers beyond the format saturate, NaN stays NaN.
-    x any shape and float dtype; dtype torch.float8_e4m3fn or torch.float8_e5m2; result like x, in dtype."""
-    limit = torch.finfo(dtype).max
-    return (_wide(x) * (1 / scale)).clamp_(-limit, limit).to(dtype)
+def norm(x: Tensor) -> Tensor:
+    """x / √(mean x² + ε) over the last dimension, without weights (arXiv 1910.07467); any float dtype."""
+    return _RMSNorm.apply(x)
 
 
-@has_kernel
-def quantize_fp8_both(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """quantize_fp8(x) and its transpose, both contiguous: FP8 products want their operands contiguous along the summed
-    dimension, and x (rows, cols) is summed over its columns in one product and over its rows in another."""
-    q = quantize_fp8(x, scale, dtype)
-    return q, q.mT.contiguous()
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1/rms and y = r·x the gradient is dx = r·(dy − y·mean(dy·y)).
 
+    Faster: only y and r are saved; autograd of the formula would save every step.
+    Must hold: computed in fp32 or better and rounded once, forward and backward.
+    """
 
-QUANTIZE = dict(BLOCK=128, num_warps=8)  # tiles whose rows and columns are whole lines of 128 bytes in FP8
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        wide = _wide(x)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = length.square_().mul_(1 / x.size(-1)).add_(RMS_EPS).rsqrt_()
+        y = _cast(wide * rstd, x.dtype)
+        ctx.save_for_backward(y, rstd)
+        return y
 
-
-@triton.jit
-def _within(x, scale, limit):
-    """x · scale within ±limit; NaN stays NaN, so that a broken run is seen in its loss."""
-    y = x.to(tl.float32) * scale
-    return tl.where(y > limit, limit, tl.where(y < -limit, -limit, y))
-
-
-@triton.jit
-def quantize_kernel(x, q, q_t, rows, cols, inverse_scale, limit, BOTH: tl.constexpr, BLOCK: tl.constexpr):
-    """q (rows, cols) and, if BOTH, q_t (cols, rows): x · inverse_scale within ±limit, one program a tile.
-    Faster: x is read once for both layouts, and nothing is written in 16 bits. Must hold: both layouts have the same bits.
-    So x is of 16 bits if BOTH, and turns before its cast. Of a tile that is cast first, as Triton does with fp32, a quarter
-    of q_t or more is wrong on an H100: the assembler in Triton 3.6 and 3.7 merges the pairs of a cast into words, and then
-    takes bytes of pairs that are no more."""
-    across = tl.cdiv(cols, BLOCK)
-    row, col = tl.program_id(0) // across * BLOCK, tl.program_id(0) % across * BLOCK
-    tile = _load_tile(x, row, col, rows, cols, BLOCK, BLOCK)
-    _store_tile(q, _within(tile, inverse_scale, limit), row, col, rows, cols)
-    if BOTH:
-        _store_tile(q_t, _within(tile.T, inverse_scale, limit), col, row, cols, rows)
-
-
-def launch_quantize(x: Tensor, scale: float, limit: float, q: Tensor, q_t: Tensor | None) -> None:
-    rows, cols = x.numel() // x.size(-1), x.size(-1)
-    grid = (triton.cdiv(rows, QUANTIZE["BLOCK"]) * triton.cdiv(cols, QUANTIZE["BLOCK"]),)
-    both, q_t = q_t is not None, q if q_t is None else q_t
-    launch(quantize_kernel, grid, x.contiguous(), q, q_t, rows, cols, 1 / scale, limit, BOTH=both, **QUANTIZE)
-
-
-@quantize_fp8.kernel("cuda")
-def _quantize_fp8_cuda(x: Tensor, scale: float, dtype: torch.dtype, both: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    q, fused = torch.empty(x.shape, device=x.device, dtype=dtype), both and x.element_size() == 2
-    q_t = torch.empty(x.shape[::-1], device=x.device, dtype=dtype) if fused else None
-    launch_quantize(x, scale, torch.finfo(dtype).max, q, q_t)
-    if both:
-        return q, q_t if fused else q.mT.contiguous()
-    return q
-
-
-quantize_fp8_both.kernel("cuda")(functools.partial(_quantize_fp8_cuda, both=True))
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        y, rstd = ctx.saved_tensors
+        grad = _cast(grad, rstd.dtype)
+        wide = _cast(y, rstd.dtype)
+        mean = (grad * wide).sum(-1, keepdim=True).mul_(-1 / y.size(-1))
+        return _cast(torch.addcmul(grad, wide, mean).mul_(rstd), y.dtype)
 
 
 @has_kernel
-def fp8_matmul(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """scale · a @ b for FP8 operands, summed in fp32 (fp64 if out_dtype is fp64).
-    a (m, k) FP8; b (k, n) FP8, in either memory order; result (m, n) in out_dtype. scale: a number, or a 0-dim tensor on
-    a's device, for which the host need not wait. fast_accum: matrix units may keep fewer bits of the running sum (forward)."""
-    wide = torch.promote_types(out_dtype, torch.float32)  # products of two FP8 numbers are exact in it
-    return (a.to(wide) @ b.to(wide)).mul_(scale).to(out_dtype)
+def residual_add(x: Tensor, branch: Tensor) -> Tensor:
+    """x + branch, (T, dim) each."""
+    return x + branch
 
 
-@fp8_matmul.kernel("cuda")
-def _fp8_matmul_cuda(a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """cuBLASLt wants a by rows and b by columns: both contiguous along k."""
-    if b.stride(0) != 1:
-        b = b.mT.contiguous().mT
-    one = torch.ones((), device=a.device, dtype=torch.float32)
-    return torch._scaled_mm(a.contiguous(), b, scale_a=one * scale, scale_b=one, out_dtype=out_dtype, use_fast_accum=fast_accum)
+@residual_add.kernel("cuda")
+def _residual_add_cuda(x: Tensor, branch: Tensor) -> Tensor:
+    """With a leading 1 it joins the next norm. A 2-D sum with a matmul becomes an addmm, which copies x."""
+    return (x[None] + branch[None])[0]
 
-
-def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> Tensor:
-    """x @ w with FP8 operands, x (T, in), w (in, out), both of one dtype; y (T, out) likewise; differentiable.
-    Faster: FP8 units multiply twice as fast as those of bf16. Must hold: x, w and the incoming gradient, divided by their
-    scales, fit e4m3, e4m3 and e5m2. So the gradient has the size of that of a summed token loss, not divided by anything."""
-    return fp8_linear_op(x, w, x_scale, w_scale, grad_scale)[0]
-
-
-@operator("fp8_linear", lambda x, w, *_: (x.new_empty(len(x), w.size(1)), *(torch.empty_like(z, dtype=E4M3) for z in (x, w))))
-def fp8_linear_op(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y in x's dtype, and both operands in e4m3 for the backward; grad_scale is that of the backward."""
-    x8 = quantize_fp8(x, x_scale, E4M3)
-    w8 = quantize_fp8(w, w_scale, E4M3)
-    return fp8_matmul(x8, w8, x_scale * w_scale, x.dtype, True), x8, w8
-
-
-@operator("fp8_linear_backward", lambda grad, x8, w8, *_: tuple(torch.empty_like(z, dtype=grad.dtype) for z in (x8, w8)))
-def fp8_linear_backward_op(
-    grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float, grad_scale: float
-) -> tuple[Tensor, Tensor]:
-    """grad (T, out) → grad_x (T, in) and grad_w (in, out), both in grad's dtype."""
-    grad8 = quantize_fp8(grad, grad_scale, E5M2)
-    grad_x = fp8_matmul(grad8, w8.mT, grad_scale * w_scale, grad.dtype, False)
-    grad_w = fp8_matmul(x8.mT, grad8, x_scale * grad_scale, grad.dtype, False)
-    return grad_x, grad_w
-
-
-def _keep_fp8(ctx, inputs, output):  # for the backward: all results but the first, and the three scales
-    ctx.save_for_backward(*output[1:])
-    ctx.dtype, ctx.scales = inputs[0].dtype, inputs[-3:]
-    ctx.set_materialize_grads(False)
-
-
-fp8_linear_op.register_autograd(
-    lambda ctx, grad, *_: (*fp8_linear_backward_op(grad, *ctx.saved_tensors, *ctx.scales), None, None, None),
-    setup_context=_keep_fp8,
-)
 
 # -----------------------------------------------------------------------------
-# Symmetric products: what Polar Express is made of (Amsel et al., arXiv 2505.16932). XXT and ba_plus_cAA have their names from
-# the public speedrun (KellerJordan/modded-nanogpt), which computes one triangle too.
+# 5. Queries and keys: norm, rotation and offset in one kernel each way
 
 
-def _operand(x: Tensor) -> Tensor:  # of a product that is summed in fp32: as matrix units do; other CPUs are slow at bf16
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotary positions (arXiv 2104.09864): pairs of neighbouring dims, rotated clockwise.
+
+    y[2j] = c·x[2j] + s·x[2j+1] and y[2j+1] = c·x[2j+1] − s·x[2j]. x is (..., D). table is (..., D/2, 2),
+    broadcast, and holds c and −s of each angle. On a CPU a pair is a complex number and the rotation one
+    product. Only the table is saved for the backward pass.
+    """
+    pairs = x.unflatten(-1, (-1, 2))
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        turned = torch.view_as_complex(pairs) * torch.view_as_complex(table)
+        return torch.view_as_real(turned).flatten(-2)
+    even, odd = pairs.unbind(-1)
+    c, minus_s = table.unbind(-1)
+    return torch.stack((c * even - minus_s * odd, c * odd + minus_s * even), -1).flatten(-2)
+
+
+def offset_keys(k: Tensor) -> Tensor:
+    """k[t] ← k[t−1] for t ≥ 1, in the second half of each head's dims, which do not rotate; k (T, H, D)."""
+    here, before = k.chunk(2, -1)
+    return torch.cat((here, torch.cat((before[:1], before[:-1]))), -1)
+
+
+@has_kernel
+def norm_and_rotate_qk(qkv: Tensor, table: Tensor, paired: bool, key_offset: bool) -> Triple:
+    """What attention reads: q and k, normed and rotated head by head, and v, a view; differentiable in qkv.
+
+    qkv (T, 3H, D) holds the heads of q, of k and of v; D is a multiple of 4; results are (T, H, D). table
+    (positions, D/2, 2) is as in rotate. Token t has position t; if paired, it has position 2t in even heads
+    and 2t + 1 in odd ones. key_offset applies offset_keys to the rotated k.
+    """
+    T, heads, D = qkv.shape
+    H = heads // 3
+    p = 2 if paired else 1
+    qk, v = qkv.split((2 * H, H), 1)
+    x = norm(qk).reshape(T, 2 * H // p, p, D)
+    turned = rotate(x, table[: p * T].view(T, 1, p, D // 2, 2))
+    q, k = turned.view(T, 2 * H, D).split(H, 1)
+    return q, offset_keys(k) if key_offset else k, v
+
+
+# A program takes the heads of q, of k or of v of a few tokens, one after the other. So it reads the tokens'
+# angles once, and the next head is a constant further. 16 lanes read a head of 128 dims, 16 bytes each.
+QK = dict(TOKENS=4, num_warps=1)
+_RMS_EPS = tl.constexpr(RMS_EPS)
+
+
+@triton.jit
+def _split_pairs(x):
+    """(TOKENS, BLOCK) → even dims and odd dims, (TOKENS, BLOCK / 2) each."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _turns(table, t, inside, D: tl.constexpr, PAIRED: tl.constexpr):
+    """c and −s of the even heads, then of the odd heads: four tensors (TOKENS, BLOCK / 2)."""
+    at = table + t * ((1 + PAIRED) * D) + tl.arange(0, inside.shape[1])[None, :]
+    even = tl.load(at, mask=inside, other=1.0).to(tl.float32)
+    odd = tl.load(at + D, mask=inside, other=1.0).to(tl.float32) if PAIRED else even
+    return _split_pairs(even) + _split_pairs(odd)
+
+
+@triton.jit
+def norm_rotate_kernel(
+    qkv, table, q, k, rstds,  # (T, 3H, D); (positions, D); (T, H, D); k: one row more if OFFSET; (2H, T) fp32
+    T, H: tl.constexpr, D: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,  # BLOCK: the smallest power of two ≥ D
+):  # fmt: skip
+    """q and k of norm_and_rotate_qk, and 1/rms of each head.
+
+    Faster: one read and one write of qkv; torch.compile makes two or three of each, 2 bytes at a time.
+    Must hold: results are rounded once. Dims that are offset are stored a row further, so row T of k holds
+    the last token's, which only the gradient of the norm needs.
+    """
+    part = tl.program_id(1)  # 0: q, 1: k
+    t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
+    inside = (t < T) & (dim < D)
+    turns = _turns(table, t, inside, D, PAIRED)
+    x = qkv + t * (3 * H * D) + part * (H * D) + dim
+    y = (k if part == 1 else q) + t * (H * D) + dim
+    offset = dim // (D // 2) * part if OFFSET else 0  # rows
+    for h in tl.static_range(H):
+        n = tl.load(x + h * D, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(n * n, 1, keep_dims=True) * (1 / D) + _RMS_EPS)
+        tl.store(rstds + (part * H + h).to(tl.int64) * T + t, rstd, mask=t < T)
+        even, odd = _split_pairs(n * rstd)
+        c = turns[h % 2 * 2]
+        s = turns[h % 2 * 2 + 1]
+        turned = tl.join(c * even - s * odd, c * odd + s * even).reshape(n.shape)
+        turned = turned.to(q.dtype.element_ty)
+        tl.store(y + offset * (H * D) + h * D, turned, mask=inside)
+        if OFFSET:
+            tl.store(y + h * D, turned, mask=inside & (t < offset))  # the first token keeps its own
+
+
+@triton.jit
+def norm_rotate_backward_kernel(
+    dq, dk, dv, q, k, rstds, table, grad,  # (T, H, D) each; as norm_rotate_kernel has them; (T, 3H, D)
+    T, H: tl.constexpr, D: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of qkv.
+
+    A head y = r·R·x, with r = 1/rms and R its rotation, has r·(Rᵀ·dy − R⁻¹·y·mean(dy·y)); v has dv.
+    Faster: one read and one write, and it needs y, which attention saves anyway, in place of x.
+    Must hold: rounded once. R⁻¹ is Rᵀ / (c² + s²), not Rᵀ, as the table is rounded.
+    """
+    part = tl.program_id(1)  # 0: q, 1: k, 2: v
+    t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
+    inside = (t < T) & (dim < D)
+    here = t * (H * D) + dim
+    dx = grad + t * (3 * H * D) + part * (H * D) + dim
+    if part == 2:
+        for h in tl.static_range(H):
+            tl.store(dx + h * D, tl.load(dv + here + h * D, mask=inside), mask=inside)
+    else:
+        dy = (dk if part == 1 else dq) + here
+        y = (k if part == 1 else q) + here
+        turns = _turns(table, t, inside, D, PAIRED)
+        inverse_even = 1 / (turns[0] * turns[0] + turns[1] * turns[1])
+        inverse = inverse_even, 1 / (turns[2] * turns[2] + turns[3] * turns[3])
+        offset = dim // (D // 2) * part if OFFSET else 0  # rows
+        for h in tl.static_range(H):
+            exists = inside & (t + offset < T)
+            g = tl.load(dy + offset * (H * D) + h * D, mask=exists, other=0.0).to(tl.float32)
+            if OFFSET:
+                g += tl.load(dy + h * D, mask=inside & (t < offset), other=0.0).to(tl.float32)
+            n = tl.load(y + offset * (H * D) + h * D, mask=inside, other=0.0).to(tl.float32)
+            mean = tl.sum(g * n, 1, keep_dims=True) * (1 / D) * inverse[h % 2]
+            rstd = tl.load(rstds + (part * H + h).to(tl.int64) * T + t, mask=t < T, other=0.0)
+            even, odd = _split_pairs(n)
+            g_even, g_odd = _split_pairs(g)
+            c = turns[h % 2 * 2]
+            s = turns[h % 2 * 2 + 1]
+            even = (g_even - even * mean) * rstd
+            odd = (g_odd - odd * mean) * rstd
+            turned = tl.join(c * even + s * odd, c * odd - s * even).reshape(n.shape)
+            tl.store(dx + h * D, turned.to(grad.dtype.element_ty), mask=inside)
+
+
+def _empty_heads(qkv: Tensor, table: Tensor, paired: bool, key_offset: bool) -> Triple:
+    T, heads, D = qkv.shape
+    H = heads // 3
+    need = (1 + paired) * T
+    if len(table) < need:
+        raise ValueError(f"the rotary table has {len(table)} positions; {T} tokens need {need}")
+    q = qkv.new_empty(T, H, D)
+    k = qkv.new_empty(T + key_offset, H, D)
+    return q, k, qkv.new_empty(2 * H, T, dtype=torch.float32)
+
+
+def _launch_on_heads(
+    kernel: triton.JITFunction, parts: int, q: Tensor, paired: bool, offset: bool, *tensors: Tensor
+) -> None:
+    T, H, D = q.shape
+    grid = (triton.cdiv(T, QK["TOKENS"]), parts)
+    constants = dict(H=H, D=D, PAIRED=paired, OFFSET=offset, BLOCK=triton.next_power_of_2(D))
+    launch(kernel, grid, *(x.contiguous() for x in tensors), T, **constants, **QK)
+
+
+def launch_norm_rotate(qkv: Tensor, table: Tensor, paired: bool, key_offset: bool) -> Triple:
+    """q, k and 1/rms as norm_rotate_kernel stores them. ValueError: the table has too few positions."""
+    q, k, rstds = _empty_heads(qkv, table, paired, key_offset)
+    _launch_on_heads(norm_rotate_kernel, 2, q, paired, key_offset, qkv, table, q, k, rstds)
+    return q, k, rstds
+
+
+def _empty_qkv(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.size(0), 3 * q.size(1), q.size(2))
+
+
+def launch_norm_rotate_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, rstds: Tensor, table: Tensor,
+    paired: bool, key_offset: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of qkv, (T, 3H, D)."""
+    grad = _empty_qkv(q)
+    tensors = (dq, dk, dv, q, k, rstds, table, grad)
+    _launch_on_heads(norm_rotate_backward_kernel, 3, q, paired, key_offset, *tensors)
+    return grad
+
+
+norm_rotate_op = operator("norm_rotate", _empty_heads)(launch_norm_rotate)
+norm_rotate_backward_op = operator("norm_rotate_backward", _empty_qkv)(launch_norm_rotate_backward)
+
+
+class _FusedNormRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv: Tensor, table: Tensor, paired: bool, key_offset: bool) -> Triple:
+        q, k, rstds = norm_rotate_op(qkv, table, paired, key_offset)
+        ctx.save_for_backward(q, k, rstds, table)
+        ctx.flags = paired, key_offset
+        return q, k[: len(q)], qkv[:, 2 * q.size(1) :]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return norm_rotate_backward_op(*grads, *ctx.saved_tensors, *ctx.flags), None, None, None
+
+
+norm_and_rotate_qk.kernel("cuda")(_FusedNormRotation.apply)
+
+
+# -----------------------------------------------------------------------------
+# 6. Attention within documents and a window: FlashAttention, or blocks on a CPU
+
+
+class Band(NamedTuple):
+    """Which keys a query sees: its own position and the `window` before it, within its document."""
+
+    cu_seqlens: Tensor  # (slots,) int32: document starts, padded by the number of positions
+    window: int  # positions
+    max_len: int  # longest document, in positions
+    bias: Tensor | None  # of band_bias, for the reference; None: FlashAttention
+
+
+def uses_flash(x: Tensor) -> bool:
+    """Whether tensors like x go to FlashAttention: 16-bit ones on a GPU. Their bands need no bias."""
+    return kernel_device(x) == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def flash_attention() -> str:
+    """Turn on FlashAttention 3 (arXiv 2407.08608) if its package is installed and works.
+
+    Returns one line for the log: which attention runs and, on Hopper, what the lack of it costs. The 7 %
+    are predicted by bench/codegen.py.
+    """
+    if not torch.cuda.is_available():
+        return "banded, in PyTorch"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        why = "flash_attn_interface is not installed"
+    else:
+        try:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+            return "varlen_attn, FA3"
+        except Exception as error:  # built for another PyTorch: slower, but no failure
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if torch.cuda.get_device_capability()[0] != 9:  # FlashAttention 3 needs Hopper
+        return "varlen_attn, FA2"
+    return f"varlen_attn, FA2: steps take about 7 % longer than with FA3 ({why})"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys of the band; causal; differentiable.
+
+    q, k, v and the result are (P, H, D) of one dtype. A band with a bias is computed block by block in fp32
+    or better, one without a bias by FlashAttention.
+    """
+    if band.bias is not None:
+        return _BandedAttention.apply(q, k, v, band.bias, scale).to(q.dtype)
+    # Imported here because it takes a second and brings in the compiler; a CPU never needs it.
+    from torch.nn.attention.varlen import varlen_attn
+
+    documents = (band.cu_seqlens, band.cu_seqlens, band.max_len, band.max_len)
+    return varlen_attn(q, k, v, *documents, scale=scale, window_size=(band.window, 0))
+
+
+def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
+    """The band as a bias of the scores, (blocks, rows, keys): 0 where a query sees a key, else −inf.
+
+    A block of `rows` queries has the keys of its own block and of those that its window reaches.
+    """
+    device = cu_seqlens.device
+    rows = 32  # measured on two cores
+    blocks = -(-length // rows)
+    back = -(-min(window, length) // rows) * rows
+    position = torch.arange(blocks * rows, device=device, dtype=torch.int32)
+    start = cu_seqlens[torch.searchsorted(cu_seqlens, position, right=True) - 1]
+    reach = (position - start).clamp_(max=window).view(blocks, rows, 1)
+    row = torch.arange(rows, device=device)[:, None]
+    column = torch.arange(-back, rows, device=device)
+    # How far a key lies before the query, (rows, keys); keys after it are out of every reach.
+    distance = (row - column).masked_fill_(column > row, 2**31 - 1).int()
+    return torch.where(distance > reach, torch.tensor(-math.inf, device=device, dtype=dtype), 0.0)
+
+
+def _by_head(x: Tensor, padded: int, front: int, back: int) -> Tensor:
+    """(P, H, D) → (front + H·padded + back, D) in fp32 or better, zeros first, after each head and last."""
+    P, H, D = x.shape
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = x.new_zeros(front + H * padded + back, D, dtype=dtype)
+    out[front : len(out) - back].view(H, padded, D)[:, :P].copy_(x.transpose(0, 1))
+    return out
+
+
+def _bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """A view (batch, keys, D) of x: overlapping windows, each one block of rows further."""
+    return x.as_strided((batch, keys, x.size(1)), (rows * x.size(1), x.size(1), 1))
+
+
+def _scores(like: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """Memory for the scores of `batch` blocks of queries, to be seen through _by_query and _by_key."""
+    block = rows * (keys + 1)
+    memory = like.new_empty(batch * block + (keys // rows - 1) * block)
+    memory[batch * block :].zero_()  # queries beyond the end, which the last keys would have
+    return memory
+
+
+def _by_query(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """_scores as (batch, rows, keys): a row for each query. A gap of `rows` elements follows each block."""
+    return memory.as_strided((batch, rows, keys), (rows * (keys + 1), keys, 1))
+
+
+def _by_key(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """_scores as (batch, rows, keys): a row for each key, over the queries that may see it.
+
+    These are in its own block and the next ones. From one query to the next it is `keys` elements, also
+    into the next block: one row further, `rows` keys back, and over the gap.
+    """
+    return memory.as_strided((batch, rows, keys), (rows * (keys + 1), 1, keys), keys - rows)
+
+
+CACHED_SCORES = 1 << 17  # half a MiB in fp32, which a core's own cache holds
+
+
+def _head_groups(batch: int, rows: int, keys: int, blocks: int) -> list[slice]:
+    """The batch in groups of heads whose scores stay in the cache, at least one head each."""
+    step = max(1, CACHED_SCORES // (blocks * rows * keys)) * blocks
+    return [slice(i, i + step) for i in range(0, batch, step)]
+
+
+class _BandedAttention(torch.autograd.Function):
+    """softmax(scale · q kᵀ + bias) v, block by block: the reference, and the fast path on a CPU.
+
+    Faster: a block of queries meets only the keys of its window. Heads lie one after another in memory, so
+    that the keys of all blocks are overlapping windows of one strided view; so are, backward, the queries
+    of all blocks of keys. Few heads are taken at a time: their scores stay in the cache.
+    Must hold: the first blocks of a head reach into the head before it. The bias masks those keys like any
+    foreign document's, and their probabilities are zero, by query and by key.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        P, H, D = q.shape
+        blocks, rows, keys = bias.shape
+        sizes = (H * blocks, rows, keys)
+        padded = blocks * rows
+        beyond = keys - rows
+        q = _by_head(q, padded, 0, beyond).mul_(scale)
+        k = _bands(_by_head(k, padded, beyond, 0), *sizes)
+        v = _bands(_by_head(v, padded, beyond, 0), *sizes)
+        own = _bands(q, H * blocks, rows, rows)
+        probs = _scores(q, *sizes)
+        by_query = _by_query(probs, *sizes)
+        out = torch.empty_like(own)
+        for heads in _head_groups(*sizes, blocks):
+            scores = torch.bmm(own[heads], k[heads].mT)
+            scores.view(-1, *bias.shape).add_(bias)
+            torch.bmm(by_query[heads].copy_(torch.softmax(scores, -1)), v[heads], out=out[heads])
+        ctx.save_for_backward(q, k, v, probs, out)
+        ctx.scale = scale
+        ctx.sizes = sizes
+        return out.view(H, padded, D)[:, :P].transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, probs, out = ctx.saved_tensors
+        P, H, D = grad.shape
+        sizes = ctx.sizes
+        batch, rows, keys = sizes
+        blocks = batch // H
+        padded = blocks * rows
+        g = _by_head(grad, padded, 0, keys - rows)
+        own = _bands(g, batch, rows, rows)
+        grad_scores = _scores(q, *sizes)
+        grads = [torch.empty_like(out) for _ in range(3)]
+        # The mean over a query's keys of the probabilities' gradients, weighted by the probabilities.
+        mean = (own * out).sum(-1, keepdim=True)
+        q = _bands(q, *sizes)  # the queries of each block of keys; q carries the scale
+        g = _bands(g, *sizes)
+        by_query = _by_query(grad_scores, *sizes)
+        by_key = _by_key(grad_scores, *sizes)
+        probs_by_query = _by_query(probs, *sizes)
+        probs_by_key = _by_key(probs, *sizes)
+        # From the last head on, as a key's queries reach into the next head.
+        for heads in reversed(_head_groups(*sizes, blocks)):
+            grad_q, grad_k, grad_v = (x[heads] for x in grads)
+            scores = torch.bmm(own[heads], v[heads].mT)
+            scores = scores.sub_(mean[heads]).mul_(probs_by_query[heads])
+            torch.bmm(by_query[heads].copy_(scores), k[heads], out=grad_q)
+            torch.bmm(by_key[heads], q[heads], out=grad_k)
+            torch.bmm(probs_by_key[heads], g[heads], out=grad_v)
+        grads[0].mul_(ctx.scale)
+        return *(x.view(H, padded, D)[:, :P].transpose(0, 1) for x in grads), None, None
+
+
+# -----------------------------------------------------------------------------
+# 7. Symmetric matmuls: what Polar Express (Amsel et al., arXiv 2505.16932) is made of
+#
+# XXT and ba_plus_cAA have their names from the public speedrun, which computes one triangle too. From: R74
+# for tall matrices (Xᵀ X, then X B from the right); R69 for its tuning.
+
+
+def _operand(x: Tensor) -> Tensor:
+    """x as the operand of a matmul that is summed in fp32: widened on a CPU that is slow at bf16."""
     return x if x.is_cuda or kernel_device(x) == CPU_BF16 else _wide(x)
 
 
@@ -419,35 +822,39 @@ def _result(product: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
 
 @has_kernel
 def XXT(X: Tensor, out: Tensor | None = None) -> Tensor:
-    """X Xᵀ. X (..., rows, cols) bf16, fp32 or fp64; out and result (..., rows, rows), same dtype, one rounding."""
+    """X Xᵀ, rounded once. X (..., rows, cols) bf16, fp32 or fp64; result (..., rows, rows) of its dtype."""
     wide = _operand(X)
     return _result(wide @ wide.mT, X.dtype, out)
 
 
 @has_kernel
 def XTX(X: Tensor, out: Tensor | None = None) -> Tensor:
-    """Xᵀ X, for tall matrices, so that none is transposed in memory. X (..., rows, cols); result (..., cols, cols)."""
+    """Xᵀ X for tall X, so that none is transposed in memory; rounded once. Result (..., cols, cols)."""
     wide = _operand(X)
     return _result(wide.mT @ wide, X.dtype, out)
 
 
 @has_kernel
 def ba_plus_cAA(A: Tensor, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
-    """beta·A + alpha·A·Aᵀ, A (..., n, n) symmetric, so that A·Aᵀ = A². Result like A, one rounding."""
+    """beta·A + alpha·A·Aᵀ, rounded once. A (..., n, n) is symmetric, so A·Aᵀ = A²; result like A."""
     wide = _operand(A)
     flat = wide.flatten(0, -3) if wide.ndim > 3 else wide.reshape(-1, *wide.shape[-2:])
-    return _result(torch.baddbmm(flat, flat, flat, beta=beta, alpha=alpha).view_as(A), A.dtype, out)
+    product = torch.baddbmm(flat, flat, flat, beta=beta, alpha=alpha)
+    return _result(product.view_as(A), A.dtype, out)
 
 
 @has_kernel
 def aX_plus_BX(X: Tensor, B: Tensor, a: float, right: bool = False) -> Tensor:
-    """a·X + B·X, or a·X + X·B if right. X (n, rows, cols), B (n, k, k) with k rows or cols; result like X, one rounding."""
-    wide, square = _operand(X), _operand(B)
-    return (torch.baddbmm(wide, wide, square, beta=a) if right else torch.baddbmm(wide, square, wide, beta=a)).to(X.dtype)
+    """a·X + B·X, or a·X + X·B if right; rounded once. X (n, rows, cols), B square, result like X."""
+    wide = _operand(X)
+    square = _operand(B)
+    factors = (wide, square) if right else (square, wide)
+    return torch.baddbmm(wide, *factors, beta=a).to(X.dtype)
 
 
-# One configuration for every chip and shape: 96 KB of shared memory, so two blocks on an H100 and one on an RTX 4090.
-# Smaller tiles would fill more of the chip with the few matrices of a rank of 8, but read so much more from L2 that they lose.
+# One configuration for every chip and shape: 96 KB of shared memory, so that an H100's processor holds two
+# blocks and an RTX 4090's one. Smaller tiles would fill more of the chip with the few matrices of one rank
+# of 8, but read so much more from L2 that they lose.
 PRODUCT = dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3)
 
 
@@ -456,25 +863,33 @@ def product_kernel(
     L, R, C, out,  # left factor, right factor, addend, result: contiguous stacks of matrices
     M, N, K,  # out and C are (batch, M, N)
     alpha, beta,
-    L_TRANSPOSED: tl.constexpr, R_TRANSPOSED: tl.constexpr,  # L lies in memory as (K, M), else (M, K); R as (N, K), else (K, N)
-    SYMMETRIC: tl.constexpr,  # out is symmetric: compute the tiles on and below the diagonal, store each twice
+    L_TRANSPOSED: tl.constexpr, R_TRANSPOSED: tl.constexpr,  # L is (K, M), else (M, K); R (N, K), else (K, N)
+    SYMMETRIC: tl.constexpr,  # compute the tiles on and below the diagonal, and store each twice
     ADDEND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out = alpha · L R + beta · C, one program a tile; a transposed factor is loaded along its rows and turned on the chip.
-    Faster: a symmetric result takes the tiles of one triangle, 21 of 36 for 768 x 768; the addend costs one read and no
-    pass. Must hold: where SYMMETRIC, L R is symmetric, and so is C; out is none of the others; a result is rounded once,
-    and its two triangles have the same bits."""
-    tile, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """out = alpha · L R + beta · C, a program a tile; a transposed factor turns on the chip.
+
+    Faster: a symmetric result takes the tiles of one triangle, 21 of 36 for 768 x 768. The addend costs one
+    read and no pass of its own.
+    Must hold: if SYMMETRIC, L R and C are symmetric. out overlaps no other tensor. A result is rounded
+    once, and its two triangles have the same bits.
+    """
+    tile = tl.program_id(0)
+    matrix = tl.program_id(1).to(tl.int64)
     if SYMMETRIC:
         i = 0
         while (i + 1) * (i + 2) // 2 <= tile:  # row i of the triangle begins at tile i(i + 1)/2
             i += 1
         j = tile - i * (i + 1) // 2
     else:
-        i, j = tile // tl.cdiv(N, BLOCK), tile % tl.cdiv(N, BLOCK)
-    row, col = i * BLOCK, j * BLOCK
-    L, R = L + matrix * M * K, R + matrix * N * K
-    C, out = C + matrix * M * N, out + matrix * M * N
+        i = tile // tl.cdiv(N, BLOCK)
+        j = tile % tl.cdiv(N, BLOCK)
+    row = i * BLOCK
+    col = j * BLOCK
+    L += matrix * M * K
+    R += matrix * N * K
+    C += matrix * M * N
+    out += matrix * M * N
 
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -501,15 +916,25 @@ def launch_product(
     L: Tensor, R: Tensor, C: Tensor | None, out: Tensor, alpha: float, beta: float,
     L_transposed: bool = False, R_transposed: bool = False, symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
-    """alpha · op(L) op(R) + beta · C into out, all (..., rows, cols); out may be none of the others."""
-    (M, N), K = out.shape[-2:], L.size(-2 if L_transposed else -1)
-    rows, cols = triton.cdiv(M, PRODUCT["BLOCK"]), triton.cdiv(N, PRODUCT["BLOCK"])
-    L, R, C = L.contiguous(), R.contiguous(), L if C is None else C.contiguous()
-    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    """alpha · op(L) op(R) + beta · C into out, all (..., rows, cols); returns out.
+
+    op transposes a factor where L_transposed or R_transposed says so; out must not overlap a tensor.
+    """
+    M, N = out.shape[-2:]
+    K = L.size(-2 if L_transposed else -1)
+    rows = triton.cdiv(M, PRODUCT["BLOCK"])
+    cols = triton.cdiv(N, PRODUCT["BLOCK"])
+    tiles = rows * (rows + 1) // 2 if symmetric else rows * cols
+    L = L.contiguous()
+    C = L if C is None else C.contiguous()
+    target = out
+    if not out.is_contiguous():
+        target = torch.empty_like(out, memory_format=torch.contiguous_format)
     launch(
-        product_kernel, (rows * (rows + 1) // 2 if symmetric else rows * cols, out[..., 0, 0].numel()),
-        L, R, C, target, M, N, K, alpha, beta,
-        L_TRANSPOSED=L_transposed, R_TRANSPOSED=R_transposed, SYMMETRIC=symmetric, ADDEND=beta != 0, **PRODUCT,
+        product_kernel, (tiles, out[..., 0, 0].numel()),
+        L, R.contiguous(), C, target, M, N, K, alpha, beta,
+        L_TRANSPOSED=L_transposed, R_TRANSPOSED=R_transposed, SYMMETRIC=symmetric, ADDEND=beta != 0,
+        **PRODUCT,
     )  # fmt: skip
     return out if target is out else out.copy_(target)
 
@@ -519,20 +944,31 @@ def _empty_gram(X: Tensor, tall: bool) -> Tensor:
     return X.new_empty(*X.shape[:-2], n, n)
 
 
+def _launch_gram(X: Tensor, out: Tensor, tall: bool) -> Tensor:
+    return launch_product(X, X, None, out, 1.0, 0.0, tall, not tall, symmetric=True)
+
+
 @operator("gram", _empty_gram)
 def gram_op(X: Tensor, tall: bool) -> Tensor:
     """Xᵀ X if tall, else X Xᵀ."""
-    return launch_product(X, X, None, _empty_gram(X, tall), 1.0, 0.0, tall, not tall, symmetric=True)
+    return _launch_gram(X, _empty_gram(X, tall), tall)
 
 
-@operator("multiply_add", lambda L, R, C, *_: C.new_empty(C.shape))
-def multiply_add_op(L: Tensor, R: Tensor, C: Tensor, alpha: float, beta: float, symmetric: bool) -> Tensor:
-    """alpha · L R + beta · C; symmetric says that L = R, and they and C are symmetric."""
-    return launch_product(L, R, C, C.new_empty(C.shape), alpha, beta, R_transposed=symmetric, symmetric=symmetric)
+def _like_addend(L: Tensor, R: Tensor, C: Tensor, *_: Any) -> Tensor:
+    return C.new_empty(C.shape)
+
+
+@operator("multiply_add", _like_addend)
+def multiply_add_op(
+    L: Tensor, R: Tensor, C: Tensor, alpha: float, beta: float, symmetric: bool
+) -> Tensor:
+    """alpha · L R + beta · C. symmetric: L = R, and L and C are symmetric."""
+    out = C.new_empty(C.shape)
+    return launch_product(L, R, C, out, alpha, beta, R_transposed=symmetric, symmetric=symmetric)
 
 
 def _gram_cuda(X: Tensor, out: Tensor | None = None, *, tall: bool) -> Tensor:
-    return gram_op(X, tall) if out is None else launch_product(X, X, None, out, 1.0, 0.0, tall, not tall, symmetric=True)
+    return gram_op(X, tall) if out is None else _launch_gram(X, out, tall)
 
 
 XXT.kernel("cuda")(functools.partial(_gram_cuda, tall=False))
@@ -548,92 +984,52 @@ def _ba_plus_cAA_cuda(A: Tensor, beta: float, alpha: float, out: Tensor | None =
 
 @aX_plus_BX.kernel("cuda")
 def _aX_plus_BX_cuda(X: Tensor, B: Tensor, a: float, right: bool = False) -> Tensor:
-    """Not baddbmm: that copies X into its result before it multiplies."""
-    return multiply_add_op(X, B, X, 1.0, a, False) if right else multiply_add_op(B, X, X, 1.0, a, False)
+    """Not baddbmm, which copies X into its result before it multiplies."""
+    factors = (X, B) if right else (B, X)
+    return multiply_add_op(*factors, X, 1.0, a, False)
 
 
 # -----------------------------------------------------------------------------
-# The residual stream: norm and sum. They have no kernel: torch.compile joins them with their neighbours. Heads: attention.py.
-
-RMS_EPS = torch.finfo(torch.float32).eps
-
-
-def norm(x: Tensor) -> Tensor:
-    """x / √(mean x² + ε) over the last dimension, without weights; x any shape and float dtype (arXiv 1910.07467)."""
-    return _RMSNorm.apply(x)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """With r = 1/rms and y = r·x: dx = r·(dy − y·mean(dy·y)). Faster: it keeps y and r alone, where autograd of the formula
-    would keep every step. Must hold: computed in fp32 or better and rounded once, forward and backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        wide = _wide(x)
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        rstd = length.square_().mul_(1 / x.size(-1)).add_(RMS_EPS).rsqrt_()
-        y = _cast(wide * rstd, x.dtype)
-        ctx.save_for_backward(y, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        y, rstd = ctx.saved_tensors
-        grad, wide = _cast(grad, rstd.dtype), _cast(y, rstd.dtype)
-        mean = (grad * wide).sum(-1, keepdim=True).mul_(-1 / y.size(-1))
-        return _cast(torch.addcmul(grad, wide, mean).mul_(rstd), y.dtype)
-
-
-@has_kernel
-def residual_add(x: Tensor, branch: Tensor) -> Tensor:
-    """x + branch, (T, dim) each."""
-    return x + branch
-
-
-@residual_add.kernel("cuda")
-def _residual_add_cuda(x: Tensor, branch: Tensor) -> Tensor:
-    """With a leading 1: a 2-D sum with a product becomes an addmm of torch.compile, which copies x before it multiplies. This
-    one becomes part of the next norm."""
-    return (x[None] + branch[None])[0]
-
-
-# -----------------------------------------------------------------------------
-# Linear maps of the attention
+# 8. Linear maps and the MLP: an epilogue after a matmul
 
 
 def linear(x: Tensor, W: Tensor) -> Tensor:
-    """x @ Wᵀ, differentiable. x (tokens, in), W (out, in), one dtype; result (tokens, out).
-    On a CPU with bf16 units operands are in bf16, forward and backward, what comes in and goes out in x's dtype: those units
-    multiply twice as fast as fp32's, and sum in fp32."""
+    """x @ Wᵀ, differentiable. x (tokens, in) and W (out, in) of one dtype; result (tokens, out) of it.
+
+    On a CPU with bf16 units the operands are rounded to bf16, forward and backward, and summed in fp32:
+    these units multiply twice as fast as those of fp32.
+    """
     narrow = operand_dtype(x)
     return _cast(F.linear(_cast(x, narrow), _cast(W, narrow)), x.dtype)
 
 
-# -----------------------------------------------------------------------------
-# MLP with a squared ReLU (So et al., arXiv 2109.08668)
-
-
 @has_kernel
 def relu_squared_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
-    """relu(x @ W_fc.T)² @ W_proj, differentiable in all three.
-    x (tokens, dim), W_fc (hidden, dim), W_proj (hidden, dim), one dtype; result (tokens, dim)."""
+    """The MLP with a squared ReLU (So et al., arXiv 2109.08668): relu(x @ W_fcᵀ)² @ W_proj.
+
+    x (tokens, dim), W_fc (hidden, dim) and W_proj (hidden, dim) of one dtype; result (tokens, dim);
+    differentiable in all three.
+    """
     return _ReluSquaredMLP.apply(x, W_fc, W_proj)
 
 
 class _ReluSquaredMLP(torch.autograd.Function):
-    """The backward rebuilds the activation r² from the one saved tensor r = relu(x W_fcᵀ). On a CPU with bf16 units operands
-    and the hidden layer are in bf16, what comes in and goes out in x's dtype: as linear."""
+    """The reference. It saves r = relu(x W_fcᵀ) and computes the activation r² again in the backward pass.
+
+    On a CPU with bf16 units operands and hidden layer are in bf16, as in linear.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
-        ctx.dtype, narrow = x.dtype, operand_dtype(x)
+        ctx.dtype = x.dtype
+        narrow = operand_dtype(x)
         x, W_fc, W_proj = (_cast(z, narrow) for z in (x, W_fc, W_proj))
         r = torch.relu_(x @ W_fc.mT)  # (tokens, hidden)
         ctx.save_for_backward(x, W_fc, W_proj, r)
         return _cast(r.square() @ W_proj, ctx.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> Triple:
         x, W_fc, W_proj, r = ctx.saved_tensors
         grad = _cast(grad, r.dtype)
         grad_W_proj = r.square().mT @ grad
@@ -641,11 +1037,13 @@ class _ReluSquaredMLP(torch.autograd.Function):
         return tuple(_cast(z, ctx.dtype) for z in (grad_h @ W_fc, grad_h.mT @ x, grad_W_proj))
 
 
-# Chips with an H100's shared memory (H100, H200, B200) also have the tensor memory accelerator, TMA, that copies whole tiles by
-# descriptor; the others (A100: 163 KB, RTX 4090: 99 KB) load by pointers.
+# Chips with an H100's shared memory (H100, H200, B200) also have the tensor memory accelerator (TMA), which
+# copies whole tiles by descriptor. Others (A100: 163 KB, RTX 4090: 99 KB) load by pointers.
+# fmt: off
 LARGE_TILES = dict(TMA=True, FLATTEN=True, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=4)
 SMALL_TILES = dict(TMA=False, FLATTEN=False, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=4)
-LARGE_TILES_BACKWARD = LARGE_TILES | dict(num_stages=3)  # as a tile of the activation is on its way too
+# fmt: on
+LARGE_TILES_BACKWARD = LARGE_TILES | dict(num_stages=3)  # room for a tile of the activation
 
 
 @triton.jit
@@ -655,23 +1053,34 @@ def relu_squared_kernel(
     BACKWARD: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out = relu(x wᵀ)² forward; out = x wᵀ · 2√activation backward. Each program takes every num_programs-th tile.
-    Faster: the product's epilogue squares, or multiplies by the slope, so that x wᵀ never goes to memory. Programs that run
-    side by side share rows of x, and all of w stays in L2. If FLATTEN, both loops are one: the next tile's operands are on
-    their way during an epilogue. Must hold: rows are multiples of 16 bytes (TMA); NaN stays NaN."""
+    """out = relu(x wᵀ)² forward, x wᵀ · 2√activation backward. A program takes every num_programs-th tile.
+
+    Faster: the epilogue squares, or multiplies by the slope, so that x wᵀ never goes to memory. Programs
+    that run side by side share rows of x, and all of w stays in L2. If FLATTEN, the loops over tiles and
+    over K are one, so that the next tile's operands load during an epilogue.
+    Must hold: rows are multiples of 16 bytes (TMA); NaN stays NaN.
+    From: R87 for saving the square alone.
+    """
     HALF: tl.constexpr = BLOCK_N // 2
     across = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0), flatten=FLATTEN):
-        row, col = tile // across * BLOCK_M, tile % across * BLOCK_N
+    first = tl.program_id(0)
+    tiles = tl.cdiv(M, BLOCK_M) * across
+    for tile in tl.range(first, tiles, tl.num_programs(0), flatten=FLATTEN):
+        row = tile // across * BLOCK_M
+        col = tile % across * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            rows = _load_tile(x, row, k, M, K, BLOCK_M, BLOCK_K, TMA)
-            acc = tl.dot(rows, _load_tile(w, col, k, N, K, BLOCK_N, BLOCK_K, TMA).T, acc, input_precision="ieee")
+            left = _load_tile(x, row, k, M, K, BLOCK_M, BLOCK_K, TMA)
+            right = _load_tile(w, col, k, N, K, BLOCK_N, BLOCK_K, TMA)
+            acc = tl.dot(left, right.T, acc, input_precision="ieee")
         halves = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-        for half in tl.static_range(2):  # one after the other, so that registers and shared memory hold half a tile at a time
-            result, at = halves[half], col + half * HALF
+        # One half after the other, so that registers and shared memory hold half a tile at a time.
+        for half in tl.static_range(2):
+            result = halves[half]
+            at = col + half * HALF
             if BACKWARD:
-                result *= 2 * tl.sqrt(_load_tile(activation, row, at, M, N, BLOCK_M, HALF, TMA).to(tl.float32))
+                saved = _load_tile(activation, row, at, M, N, BLOCK_M, HALF, TMA)
+                result *= 2 * tl.sqrt(saved.to(tl.float32))
             else:
                 result = tl.where(result < 0, 0.0, result)  # NaN stays
                 result *= result
@@ -682,33 +1091,44 @@ def relu_squared_kernel(
 
 
 def launch_relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tensor:
-    """(M, N): relu(x wᵀ)², or x wᵀ · 2√activation where an activation is given. x (M, K), w (N, K), one dtype."""
-    (M, K), N = x.shape, w.size(0)
+    """relu(x wᵀ)², or x wᵀ · 2√activation where one is given, (M, N); x (M, K) and w (N, K) of one dtype."""
+    M, K = x.shape
+    N = w.size(0)
     out = x.new_empty(M, N)
     large = LARGE_TILES if activation is None else LARGE_TILES_BACKWARD
     config = large if chip(x.device).shared_memory >= H100.shared_memory else SMALL_TILES
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
 
     def tiles(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor | Tensor:
-        return TensorDescriptor.from_tensor(matrix.contiguous(), [rows, cols]) if config["TMA"] else matrix.contiguous()
+        matrix = matrix.contiguous()
+        return TensorDescriptor.from_tensor(matrix, [rows, cols]) if config["TMA"] else matrix
 
     result = tiles(out, m, n // 2)
+    saved = result if activation is None else tiles(activation, m, n // 2)
+    programs = min(chip(x.device).processors, triton.cdiv(M, m) * triton.cdiv(N, n))
     launch(
-        relu_squared_kernel, (min(chip(x.device).processors, triton.cdiv(M, m) * triton.cdiv(N, n)),),
-        tiles(x, m, k), tiles(w, n, k), result if activation is None else tiles(activation, m, n // 2), result,
-        M, N, K, BACKWARD=activation is not None, **config,
+        relu_squared_kernel, (programs,),
+        tiles(x, m, k), tiles(w, n, k), saved, result, M, N, K,
+        BACKWARD=activation is not None, **config,
     )  # fmt: skip
     return out
 
 
-relu_squared_op = operator("relu_squared", lambda x, w, _: x.new_empty(x.size(0), w.size(0)))(launch_relu_squared)
+def _fake_relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tensor:
+    return x.new_empty(x.size(0), w.size(0))
+
+
+relu_squared_op = operator("relu_squared", _fake_relu_squared)(launch_relu_squared)
 
 
 class _FusedReluSquaredMLP(torch.autograd.Function):
-    """Saves the activation a = relu(x W_fcᵀ)² alone, and rebuilds the slope 2 relu(x W_fcᵀ) = 2√a from it.
-    Faster: an element of the hidden layer moves 14 bytes: write a, read a; backward read a, write grad_h, and a once and
-    grad_h twice as operands. Saving relu(x W_fcᵀ) too would move 16; saving it alone, 14, but two products would have to square
-    an operand on its way. Must hold: a ≥ 0. A root halves relative errors, so √a is as exact as the relu it replaces."""
+    """With r = relu(x W_fcᵀ) it saves only the activation a = r², and takes the slope 2r = 2√a from it.
+
+    Faster: an element of the hidden layer moves 14 bytes. Forward, a is written and read. Backward, a is
+    read, grad_h written, and as operands of the last matmuls a is read once and grad_h twice. Saving r too
+    would move 16; saving only r would move 14, but two matmuls would have to square an operand as it loads.
+    Must hold: a ≥ 0. A root halves relative errors, so √a is as exact as the r that it replaces.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
@@ -717,7 +1137,7 @@ class _FusedReluSquaredMLP(torch.autograd.Function):
         return activation @ W_proj
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> Triple:
         x, W_fc, W_proj, activation = ctx.saved_tensors
         grad_h = relu_squared_op(grad, W_proj, activation)
         return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
@@ -727,7 +1147,182 @@ relu_squared_mlp.kernel("cuda")(_FusedReluSquaredMLP.apply)
 
 
 # -----------------------------------------------------------------------------
-# Head and loss: softcapped logits, several targets a token, products in FP8, as in public record 61 of the speedrun
+# 9. FP8: quantization and matmuls
+#
+# Formats (Micikevicius et al., arXiv 2209.05433): e4m3 has 3 bits of mantissa and reaches 448, for weights
+# and activations; e5m2 has 2 bits and reaches 57344, for gradients. Scales are static.
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether there are FP8 matrix units: on CUDA from compute capability 8.9. A CPU emulates them."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@has_kernel
+def quantize_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale rounded to E4M3 or E5M2, of any shape. Numbers beyond it saturate; NaN stays NaN."""
+    limit = torch.finfo(dtype).max
+    return (_wide(x) * (1 / scale)).clamp_(-limit, limit).to(dtype)
+
+
+@has_kernel
+def quantize_fp8_both(x: Tensor, scale: float, dtype: torch.dtype) -> Pair:
+    """quantize_fp8(x) and its transpose, both contiguous, for two matmuls that sum along each dimension.
+
+    FP8 units want operands that are contiguous along the summed dimension.
+    """
+    q = quantize_fp8(x, scale, dtype)
+    return q, q.mT.contiguous()
+
+
+QUANTIZE = dict(BLOCK=128, num_warps=8)  # a tile's rows and columns are FP8 lines of 128 bytes
+
+
+@triton.jit
+def _within(x, scale, limit):
+    """x · scale within ±limit. NaN stays NaN, so that a broken run shows in its loss."""
+    y = x.to(tl.float32) * scale
+    return tl.where(y > limit, limit, tl.where(y < -limit, -limit, y))
+
+
+@triton.jit
+def quantize_kernel(
+    x, q, q_t, rows, cols, inverse_scale, limit, BOTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """q (rows, cols) and, if BOTH, q_t (cols, rows): x · inverse_scale within ±limit; a program a tile.
+
+    Faster: x is read once for both layouts, and nothing is written in 16 bits.
+    Must hold: both layouts have the same bits. So x is of 16 bits if BOTH, and turns before its cast. A
+    tile that is cast first, as Triton does with fp32, has a quarter or more of q_t wrong on an H100: the
+    assembler in Triton 3.6 and 3.7 then takes bytes from registers that are gone.
+    From: R76, which transposes FP8 operands by tiles.
+    """
+    across = tl.cdiv(cols, BLOCK)
+    row = tl.program_id(0) // across * BLOCK
+    col = tl.program_id(0) % across * BLOCK
+    tile = _load_tile(x, row, col, rows, cols, BLOCK, BLOCK)
+    _store_tile(q, _within(tile, inverse_scale, limit), row, col, rows, cols)
+    if BOTH:
+        _store_tile(q_t, _within(tile.T, inverse_scale, limit), col, row, cols, rows)
+
+
+def launch_quantize(x: Tensor, scale: float, limit: float, q: Tensor, q_t: Tensor | None) -> None:
+    """Fill q, and q_t where it is given."""
+    cols = x.size(-1)
+    rows = x.numel() // cols
+    grid = (triton.cdiv(rows, QUANTIZE["BLOCK"]) * triton.cdiv(cols, QUANTIZE["BLOCK"]),)
+    both = q_t is not None
+    launch(
+        quantize_kernel, grid,
+        x.contiguous(), q, q_t if both else q, rows, cols, 1 / scale, limit, BOTH=both, **QUANTIZE,
+    )  # fmt: skip
+
+
+@quantize_fp8.kernel("cuda")
+def _quantize_fp8_cuda(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    q = torch.empty(x.shape, device=x.device, dtype=dtype)
+    launch_quantize(x, scale, torch.finfo(dtype).max, q, None)
+    return q
+
+
+@quantize_fp8_both.kernel("cuda")
+def _quantize_fp8_both_cuda(x: Tensor, scale: float, dtype: torch.dtype) -> Pair:
+    if x.element_size() != 2:  # as quantize_kernel demands
+        q = _quantize_fp8_cuda(x, scale, dtype)
+        return q, q.mT.contiguous()
+    q = torch.empty(x.shape, device=x.device, dtype=dtype)
+    q_t = torch.empty(x.shape[::-1], device=x.device, dtype=dtype)
+    launch_quantize(x, scale, torch.finfo(dtype).max, q, q_t)
+    return q, q_t
+
+
+@has_kernel
+def fp8_matmul(
+    a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """scale · a @ b of FP8 operands, summed in fp32 (in fp64 if out_dtype is fp64).
+
+    a (m, k); b (k, n) in either memory order; result (m, n) in out_dtype. scale is a number, or a 0-dim
+    tensor on a's device, for which the host need not wait. fast_accum lets matrix units keep fewer bits of
+    the running sum; the forward pass does.
+    """
+    wide = torch.promote_types(out_dtype, torch.float32)  # it holds any product of two FP8 numbers
+    return (a.to(wide) @ b.to(wide)).mul_(scale).to(out_dtype)
+
+
+@fp8_matmul.kernel("cuda")
+def _fp8_matmul_cuda(
+    a: Tensor, b: Tensor, scale: float | Tensor, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """cuBLASLt wants a by rows and b by columns: both contiguous along k."""
+    if b.stride(0) != 1:
+        b = b.mT.contiguous().mT
+    one = torch.ones((), device=a.device, dtype=torch.float32)
+    options = dict(out_dtype=out_dtype, use_fast_accum=fast_accum)
+    return torch._scaled_mm(a.contiguous(), b, scale_a=one * scale, scale_b=one, **options)
+
+
+def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float) -> Tensor:
+    """x @ w with FP8 operands, differentiable. x (T, in), w (in, out) and y (T, out) are of one dtype.
+
+    Faster: FP8 units multiply twice as fast as those of bf16.
+    Must hold: divided by their scales, x and w fit e4m3 and the incoming gradient fits e5m2. So the
+    gradient is that of a loss summed over tokens, divided by nothing.
+    From: the speedrun's FP8 LM head, with its static scales.
+    """
+    return fp8_linear_op(x, w, x_scale, w_scale, grad_scale)[0]
+
+
+def _fake_fp8_linear(x: Tensor, w: Tensor, *_: Any) -> Triple:
+    y = x.new_empty(len(x), w.size(1))
+    return y, torch.empty_like(x, dtype=E4M3), torch.empty_like(w, dtype=E4M3)
+
+
+@operator("fp8_linear", _fake_fp8_linear)
+def fp8_linear_op(
+    x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float
+) -> Triple:
+    """y in x's dtype, and both operands in e4m3 for the backward pass, which also uses grad_scale."""
+    x8 = quantize_fp8(x, x_scale, E4M3)
+    w8 = quantize_fp8(w, w_scale, E4M3)
+    return fp8_matmul(x8, w8, x_scale * w_scale, x.dtype, True), x8, w8
+
+
+def _fake_fp8_linear_backward(grad: Tensor, x8: Tensor, w8: Tensor, *_: Any) -> Pair:
+    return torch.empty_like(x8, dtype=grad.dtype), torch.empty_like(w8, dtype=grad.dtype)
+
+
+@operator("fp8_linear_backward", _fake_fp8_linear_backward)
+def fp8_linear_backward_op(
+    grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float, grad_scale: float
+) -> Pair:
+    """grad (T, out) → grad_x (T, in) and grad_w (in, out), both in grad's dtype."""
+    grad8 = quantize_fp8(grad, grad_scale, E5M2)
+    grad_x = fp8_matmul(grad8, w8.mT, grad_scale * w_scale, grad.dtype, False)
+    grad_w = fp8_matmul(x8.mT, grad8, x_scale * grad_scale, grad.dtype, False)
+    return grad_x, grad_w
+
+
+def _save_fp8(ctx, inputs, output):
+    """For the backward pass: every result but the first, and the three scales."""
+    ctx.save_for_backward(*output[1:])
+    ctx.dtype = inputs[0].dtype
+    ctx.scales = inputs[-3:]
+    ctx.set_materialize_grads(False)
+
+
+def _fp8_linear_gradients(ctx, grad, *_):
+    grads = fp8_linear_backward_op(grad, *ctx.saved_tensors, *ctx.scales)
+    return *grads, None, None, None
+
+
+fp8_linear_op.register_autograd(_fp8_linear_gradients, setup_context=_save_fp8)
+
+
+# -----------------------------------------------------------------------------
+# 10. LM head and loss: softcapped logits, several targets a token, as in R61
 
 SOFTCAP, SOFTCAP_SHIFT, SOFTCAP_SCALE = 23.0, 5.0, 7.5
 
@@ -739,22 +1334,28 @@ def softcap(logits: Tensor) -> Tensor:
 
 @has_kernel
 def softcapped_cross_entropy(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
-    """Multi-token cross-entropy (arXiv 2404.19737) of z = softcap(logits), summed: Σ_t Σ_k w_k · CE(z[t], targets[t + k]).
-    Terms with t + k ≥ T are dropped. Differentiable in logits. logits (T, vocab), any float dtype; targets (T,) int64;
-    mtp_weights (K,) float; result a scalar, fp32 or better."""
+    """Multi-token cross-entropy (arXiv 2404.19737) of z = softcap(logits), summed over tokens.
+
+    It is Σ_t Σ_k w_k · CE(z[t], targets[t + k]), without the terms with t + k ≥ T; differentiable in
+    logits (T, vocab). targets (T,) int64; mtp_weights (K,) float; result a scalar, fp32 or better.
+    """
     return _SoftcappedCrossEntropy.apply(logits, targets, mtp_weights)
 
 
 class _SoftcappedCrossEntropy(torch.autograd.Function):
-    """A row's loss is Σ_k w_k · (lse(z) − z[target_k]); its gradient in z is (Σ_k w_k) · softmax(z) − Σ_k w_k · onehot. No z is
-    above 23, so that exp z is summed as it is."""
+    """A row's loss is Σ_k w_k · (lse(z) − z[target_k]), with lse the log of the sum of exp z.
+
+    Its gradient in z is (Σ_k w_k) · softmax(z) − Σ_k w_k · onehot(target_k). No z is above 23, so exp z is
+    summed without taking off its maximum.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
         z = softcap(logits)  # (T, vocab)
         total = z.exp().sum(-1)  # (T,)
-        T, K = len(targets), mtp_weights.numel()
-        index = torch.arange(T, device=z.device)[:, None] + torch.arange(K, device=z.device)  # (T, K): t + k
+        T = len(targets)
+        offsets = torch.arange(mtp_weights.numel(), device=z.device)
+        index = torch.arange(T, device=z.device)[:, None] + offsets  # (T, K): t + k
         weights = (mtp_weights * (index < T)).to(z.dtype)  # w_k where the target exists, else 0
         index = targets[index.clamp_(max=T - 1)]
         ctx.save_for_backward(z, total, index, weights)
@@ -766,17 +1367,21 @@ class _SoftcappedCrossEntropy(torch.autograd.Function):
         z, total, index, weights = ctx.saved_tensors
         weights = weights * (grad / SOFTCAP_SCALE)
         grad_z = z.exp().mul_((weights.sum(1) / total)[:, None]).scatter_add_(1, index, -weights)
-        slope = torch.addcmul(z, z, z, value=-1 / SOFTCAP)  # SOFTCAP_SCALE · dz/dlogits: z = 23σ and dσ = σ(1 − σ)
+        # SOFTCAP_SCALE · dz/dlogits, with z = 23σ and dσ = σ(1 − σ).
+        slope = torch.addcmul(z, z, z, value=-1 / SOFTCAP)
         return grad_z.mul_(slope).to(ctx.dtype), None, None
 
 
 @has_kernel
 def loss_and_fp8_gradient(
     logits: Tensor, targets: Tensor, mtp_weights: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """softcapped_cross_entropy with its gradient already as the backward products want it.
-    Returns the loss; its gradient in the logits, divided by scale, in FP8 (T, vocab); and the same transposed (vocab, T).
-    The gradient is that of the loss itself: the incoming gradient, a scalar, multiplies the scales of the products."""
+) -> Triple:
+    """softcapped_cross_entropy with its gradient already as the backward matmuls want it.
+
+    Returns the loss; its gradient in the logits, divided by scale, in FP8 (T, vocab); and the same
+    transposed, (vocab, T). The gradient is that of the loss itself: the incoming gradient, a scalar,
+    multiplies the scales of the backward matmuls.
+    """
     with torch.enable_grad():
         logits = _wide(logits.detach()).requires_grad_()
         loss = _SoftcappedCrossEntropy.apply(logits, targets, mtp_weights)
@@ -784,10 +1389,11 @@ def loss_and_fp8_gradient(
     return loss.detach(), *quantize_fp8_both(grad, scale, dtype)
 
 
-# The loss on a GPU. A row of 50304 logits must be summed before its first gradient is known. So work comes in items of ROWS
-# rows times WIDTH columns, of two kinds: S adds up exp z over an item; G reads the item again and writes its gradient in both
-# layouts. Programs draw items from one counter, one strip of ROWS rows after the other; the gradients of a strip come AHEAD
-# strips after its sums. Dots: the strip's logits wait in L2, at most four strips of 6.4 MB.
+# The loss on a GPU. A row of 50304 logits must be summed before its first gradient is known. So the work
+# comes in items of ROWS rows by WIDTH columns, of two kinds: S adds up exp z over an item; G reads the item
+# again and writes its gradient in both layouts. Programs draw items from one counter, one strip of ROWS
+# rows after another; a strip's gradients come AHEAD strips after its sums. Dots: the strip's logits wait in
+# L2, at most four strips of 6.4 MB.
 #
 #     time →    S0  S1  S2  S3  G0  S4  G1  S5  G2  S6  G3 ...
 #     strip 0   S0 ············ G0
@@ -796,41 +1402,53 @@ def loss_and_fp8_gradient(
 #     strip 3               S3 ························ G3
 #     strip 4                       S4 ························ ...
 #
-# So a gradient finds its sums done and its logits in L2: memory sees one read of 2 bytes a logit and two writes of 1, where
-# separate kernels move 11. Sums are drawn before the gradients that need them, so that some running program can always go
-# on: no deadlock, however many programs the chip holds. 64 rows make 64 contiguous bytes, two sectors, in the transposed
-# layout; more would leave L2.
+# So a gradient finds its sums done and its logits in L2. Memory sees one read of 2 bytes a logit and two
+# writes of 1, where separate kernels move 11. Sums are drawn before the gradients that need them, so some
+# running program can always continue: no deadlock, however many programs the chip holds. 64 rows make 64
+# contiguous bytes, two sectors, in the transposed layout; more would not stay in L2.
 #
-# Special functions limit this kernel (16 a clock and processor, next to 128 multiply-adds), then the number of instructions.
-# So a logit takes five: σ an exponential and a reciprocal, both times, and the gradient's probability an exponential; that of
-# the sums is a polynomial. Each is one PTX instruction that flushes denormals; Triton's own take three to five.
+# Special functions limit this kernel (16 a clock and processor, beside 128 multiply-adds), then the number
+# of instructions. A logit takes five: σ costs an exponential and a reciprocal, in S and in G, and the
+# gradient's probability an exponential; the exponential of the sums is a polynomial. Each is one PTX
+# instruction that flushes denormals; Triton's own take three to five. From: R75 for the loop without
+# targets and with folded constants.
 LOSS = dict(ROWS=64, WIDTH=1024, BLOCK=64, AHEAD=3, num_warps=8)
-_CAP, _CAP_SCALE, _LOG2E = tl.constexpr(SOFTCAP), tl.constexpr(SOFTCAP_SCALE), tl.constexpr(math.log2(math.e))
-_TURN = tl.constexpr(-math.log2(math.e) / SOFTCAP_SCALE)  # logit to exponent, of 2
+_CAP = tl.constexpr(SOFTCAP)
+_CAP_SCALE = tl.constexpr(SOFTCAP_SCALE)
+_LOG2E = tl.constexpr(math.log2(math.e))
+_TURN = tl.constexpr(-math.log2(math.e) / SOFTCAP_SCALE)  # from a logit to an exponent of 2
 _TURN_SHIFT = tl.constexpr(-math.log2(math.e) * SOFTCAP_SHIFT / SOFTCAP_SCALE)
 _ON_GPU = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX
 
 
 @triton.jit
+def _ptx(x, instruction: tl.constexpr):
+    return tl.inline_asm_elementwise(instruction, "=f,f", [x], tl.float32, False, 1)
+
+
+@triton.jit
 def _exp2(x):
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, False, 1) if _ON_GPU else tl.exp2(x)
+    return _ptx(x, "ex2.approx.ftz.f32 $0, $1;") if _ON_GPU else tl.exp2(x)
 
 
 @triton.jit
 def _reciprocal(x):
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, False, 1) if _ON_GPU else 1 / x
+    return _ptx(x, "rcp.approx.ftz.f32 $0, $1;") if _ON_GPU else 1 / x
 
 
 @triton.jit
 def _sigmoid(logit):
-    """σ = sigmoid((logit + 5) / 7.5). z = 23σ is at most 23: a row of exp z sums to less than 1e15, without its maximum off."""
+    """σ = sigmoid((logit + 5) / 7.5). As z = 23σ is at most 23, a row of exp z sums to less than 1e15."""
     return _reciprocal(1 + _exp2(tl.fma(logit.to(tl.float32), _TURN, _TURN_SHIFT)))
 
 
 @triton.jit
 def _add_exp2(x, total):
-    """total + 2^x for x in 0 .. 100 without special functions: 2^(whole part) from its bits, the rest, in −½ .. ½, from a
-    polynomial (relative error 2.6e-6, fitted for the least of the largest)."""
+    """total + 2^x for x in 0 .. 100, without special functions.
+
+    2^(whole part) comes from its bits; the rest, in −½ .. ½, from a polynomial of relative error 2.6e-6,
+    fitted for the smallest maximum.
+    """
     shifted = x + 12582912.0  # 1.5 · 2^23: the whole part ends in the lowest bits
     power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
     f = x - (shifted - 12582912.0)
@@ -846,14 +1464,15 @@ def _sum_item(
     logits, targets, weights, lse, row_loss, partial, done, T, V, strip, part, parts,
     K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Σ exp z of one item. The last program of a strip adds the items up, in order, and finishes the strip's rows."""
+    """Σ exp z of one item. A strip's last program adds its items up, in order, and finishes its rows."""
     lane = tl.arange(0, ROWS)
     row = strip * ROWS + lane
     start = logits + row.to(tl.int64) * V
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for col in tl.range(part * WIDTH, tl.minimum((part + 1) * WIDTH, V), BLOCK, num_stages=2):
         c = (col + tl.arange(0, BLOCK))[None, :]
-        sigma = _sigmoid(tl.load(start[:, None] + c, mask=(row < T)[:, None] & (c < V), other=0.0))
+        inside = (row < T)[:, None] & (c < V)
+        sigma = _sigmoid(tl.load(start[:, None] + c, mask=inside, other=0.0))
         sums = tl.where(c < V, _add_exp2(sigma * (_CAP * _LOG2E), sums), sums)
     strip_sums = partial + strip * parts * ROWS + lane
     tl.store(strip_sums + part * ROWS, tl.sum(sums, 1))
@@ -877,7 +1496,7 @@ def _sum_item(
 
 @triton.jit
 def _gradient(logit, log2_total, weight, onehot, size):
-    """(weight · softmax(z) − onehot) · dz/dlogit · size; z = 23σ and dσ = σ(1 − σ)."""
+    """(weight · softmax(z) − onehot) · dz/dlogit · size, with z = 23σ and dσ = σ(1 − σ)."""
     sigma = _sigmoid(logit)
     p = _exp2(tl.fma(sigma, _CAP * _LOG2E, -log2_total))
     return (weight * p - onehot) * (tl.fma(-sigma, sigma, sigma) * size)
@@ -886,11 +1505,15 @@ def _gradient(logit, log2_total, weight, onehot, size):
 @triton.jit
 def _gradient_item(
     logits, targets, weights, lse, grad, grad_t, T, V, strip, part, inverse_scale,
-    K: tl.constexpr, BOTH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, BOTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """((Σ_k w_k) softmax(z) − Σ_k w_k onehot(target_k)) · dz/dlogit · inverse_scale of one item.
-    First as if there were no targets; then the item's few targets are written over; then what was written is turned. A turn
-    of the numbers at hand would cost more: Triton up to 3.7 turns the logits instead, and computes every gradient twice."""
+
+    First as if there were no targets; then the item's few targets are overwritten; then what was written is
+    turned. To turn the numbers at hand would cost more: Triton up to 3.7 turns the logits instead, and
+    computes every gradient twice.
+    """
     row = strip * ROWS + tl.arange(0, ROWS)
     offset = row.to(tl.int64) * V
     log2_total = tl.load(lse + row, mask=row < T, other=0.0) * _LOG2E
@@ -902,13 +1525,17 @@ def _gradient_item(
     for col in tl.range(part * WIDTH, end, BLOCK, num_stages=2):
         c = col + tl.arange(0, BLOCK)
         inside = (row < T)[:, None] & (c < V)[None, :]
-        logit = tl.load(logits + offset[:, None] + c[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        narrow = _gradient(logit, log2_total[:, None], weight[:, None], 0.0, size).to(grad.dtype.element_ty)
+        logit = tl.load(
+            logits + offset[:, None] + c[None, :], mask=inside, other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        narrow = _gradient(logit, log2_total[:, None], weight[:, None], 0.0, size)
+        narrow = narrow.to(grad.dtype.element_ty)
         tl.store(grad + offset[:, None] + c[None, :], narrow, mask=inside)
-    tl.debug_barrier()  # all threads have stored before some of it is written over
+    tl.debug_barrier()  # all threads have stored before some of it is overwritten
     for k in tl.static_range(K):
         target = tl.load(targets + row + k, mask=row + k < T, other=-1)
-        onehot = tl.zeros((ROWS,), tl.float32)  # one target may be that of several k
+        onehot = tl.zeros((ROWS,), tl.float32)  # a target may be that of several k
         for j in tl.static_range(K):
             same = tl.load(targets + row + j, mask=row + j < T, other=-1) == target
             onehot += tl.where(same, tl.load(weights + j), 0.0)
@@ -918,42 +1545,51 @@ def _gradient_item(
         tl.store(grad + offset + target, narrow, mask=here)
     if BOTH:
         tl.debug_barrier()
-        for col in tl.range(part * WIDTH, end, 2 * BLOCK, num_stages=2):  # 64 KB in all, still in L2
-            _store_tile(grad_t, _load_tile(grad, strip * ROWS, col, T, V, ROWS, 2 * BLOCK).T, col, strip * ROWS, V, T)
+        for col in tl.range(part * WIDTH, end, 2 * BLOCK, num_stages=2):  # 64 KB, still in L2
+            tile = _load_tile(grad, strip * ROWS, col, T, V, ROWS, 2 * BLOCK)
+            _store_tile(grad_t, tile.T, col, strip * ROWS, V, T)
 
 
 @triton.jit
 def loss_kernel(
     logits, targets, weights,  # (T, V); (T,) int64; (K,) fp32
-    lse, row_loss,  # (T,) fp32 each; lse is read if only gradients are asked for
+    lse, row_loss,  # (T,) fp32 each; lse is an input if only gradients are asked for
     partial, drawn, done,  # scratch: (strips, parts, ROWS) fp32; () and (strips,) int32, zero
     grad, grad_t,  # (T, V), (V, T)
     T, V, inverse_scale,
     K: tl.constexpr, SUMS: tl.constexpr, GRADIENTS: tl.constexpr, BOTH: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Loss and log-sum-exp of each row if SUMS; its gradient in the logits if GRADIENTS, and transposed if BOTH.
-    Faster: see the picture above. Must hold: items are drawn in one order; partial sums are added in a fixed order, so that
-    a run repeats itself to the bit; a strip is done, done > parts, only after all its sums and its log-sum-exp are stored."""
-    strips, parts = tl.cdiv(T, ROWS), tl.cdiv(V, WIDTH)
+    """Each row's loss and log-sum-exp if SUMS; its gradient if GRADIENTS, in both layouts if BOTH.
+
+    Faster: see above.
+    Must hold: items are drawn in one order. Partial sums are added in a fixed order, so that a run repeats
+    bit for bit. A strip is done, done > parts, only after all its sums and its log-sum-exp are stored.
+    From: R67 (FP8 gradient from the loss) and R79 (one kernel for both, in CUDA).
+    """
+    strips = tl.cdiv(T, ROWS)
+    parts = tl.cdiv(V, WIDTH)
     LAG: tl.constexpr = AHEAD if SUMS and GRADIENTS else 0
     KINDS: tl.constexpr = 2 if SUMS and GRADIENTS else 1
     ticket = tl.atomic_add(drawn, 1)
     while ticket < (strips + LAG) * parts * KINDS:
-        strip, part, kind = ticket // (parts * KINDS), ticket % parts, ticket // parts % KINDS
+        strip = ticket // (parts * KINDS)
+        part = ticket % parts
+        kind = ticket // parts % KINDS
         if SUMS:
             if kind == 0 and strip < strips:
                 _sum_item(
-                    logits, targets, weights, lse, row_loss, partial, done, T, V, strip, part, parts, K, ROWS, WIDTH, BLOCK
-                )
+                    logits, targets, weights, lse, row_loss, partial, done, T, V, strip, part, parts,
+                    K, ROWS, WIDTH, BLOCK,
+                )  # fmt: skip
         if GRADIENTS:
             if kind == KINDS - 1 and strip >= LAG:
                 if SUMS:
                     while tl.atomic_add(done + strip - LAG, 0, sem="acquire") <= parts:
                         pass
                 _gradient_item(
-                    logits, targets, weights, lse, grad, grad_t, T, V, strip - LAG, part, inverse_scale,
-                    K, BOTH, ROWS, WIDTH, BLOCK,
+                    logits, targets, weights, lse, grad, grad_t, T, V, strip - LAG, part,
+                    inverse_scale, K, BOTH, ROWS, WIDTH, BLOCK,
                 )  # fmt: skip
         ticket = tl.atomic_add(drawn, 1)
 
@@ -961,85 +1597,121 @@ def loss_kernel(
 def launch_loss(
     logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor | None = None,
     grad: Tensor | None = None, grad_t: Tensor | None = None, scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss (T,) a row and the log-sum-exp (T,); fills grad and grad_t. Where lse is given, only them."""
-    (T, V), device = logits.shape, logits.device
-    strips, parts = triton.cdiv(T, LOSS["ROWS"]), triton.cdiv(V, LOSS["WIDTH"])
-    logits, targets, weights = logits.contiguous(), targets.contiguous(), mtp_weights.float().contiguous()
+) -> Pair:  # fmt: skip
+    """Each row's loss and log-sum-exp, (T,) fp32; fills grad and grad_t if given. With an lse, only these."""
+    T, V = logits.shape
+    device = logits.device
+    strips = triton.cdiv(T, LOSS["ROWS"])
+    parts = triton.cdiv(V, LOSS["WIDTH"])
+    logits = logits.contiguous()
+    weights = mtp_weights.float().contiguous()
     sums = lse is None
-    lse = torch.empty(T, device=device) if lse is None else lse
+    if sums:
+        lse = torch.empty(T, device=device)
     row_loss = torch.empty_like(lse)
     partial = torch.empty(strips * parts * LOSS["ROWS"] if sums else 1, device=device)
-    counters = torch.zeros(4 + strips, device=device, dtype=torch.int32)  # of items drawn, and from 16 bytes on, of items done
-    grad = row_loss if grad is None else grad
+    # The number of items drawn and, 16 bytes further, the items done of each strip.
+    counters = torch.zeros(4 + strips, device=device, dtype=torch.int32)
+    gradients = grad is not None
+    both = grad_t is not None
+    grad = grad if gradients else row_loss
     launch(
         loss_kernel, (min(2 * chip(device).processors, strips * parts),),
-        logits, targets, weights, lse, row_loss, partial, counters, counters[4:], grad, grad if grad_t is None else grad_t,
-        T, V, 1 / scale, K=weights.numel(), SUMS=sums, GRADIENTS=grad is not row_loss, BOTH=grad_t is not None, **LOSS,
+        logits, targets.contiguous(), weights, lse, row_loss, partial, counters, counters[4:],
+        grad, grad_t if both else grad, T, V, 1 / scale,
+        K=weights.numel(), SUMS=sums, GRADIENTS=gradients, BOTH=both, **LOSS,
     )  # fmt: skip
     return row_loss, lse
 
 
-@operator("cross_entropy", lambda x, *_: tuple(x.new_empty(shape, dtype=torch.float32) for shape in ((), x.shape[:1])))
-def cross_entropy_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss and each row's log-sum-exp (T,), for evaluation and chips without FP8: 2 bytes a logit, 4 backward."""
+def _fake_cross_entropy(logits: Tensor, *_: Any) -> Pair:
+    loss = logits.new_empty((), dtype=torch.float32)
+    return loss, logits.new_empty(logits.shape[:1], dtype=torch.float32)
+
+
+@operator("cross_entropy", _fake_cross_entropy)
+def cross_entropy_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Pair:
+    """The loss and each row's log-sum-exp (T,), without FP8: 2 bytes a logit, 4 in the backward pass."""
     row_loss, lse = launch_loss(logits, targets, mtp_weights)
     return row_loss.sum(), lse
 
 
-@operator("cross_entropy_backward", lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format))
-def cross_entropy_backward_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor) -> Tensor:
+def _contiguous_like(logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operator("cross_entropy_backward", _contiguous_like)
+def cross_entropy_backward_op(
+    logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor
+) -> Tensor:
     """The gradient in the logits, in their dtype."""
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad = _contiguous_like(logits)
     launch_loss(logits, targets, mtp_weights, lse, grad)
     return grad
 
 
-def _keep_lse(ctx, inputs, output):
+def _save_lse(ctx, inputs, output):
     ctx.save_for_backward(*inputs, output[1])
     ctx.set_materialize_grads(False)
 
 
 def _cross_entropy_gradients(ctx, grad, _):
-    """The loss is linear in the weights: the incoming gradient multiplies them, and costs no pass of its own."""
+    """The loss is linear in the weights, so the incoming gradient multiplies them and costs no pass."""
     logits, targets, mtp_weights, lse = ctx.saved_tensors
     return cross_entropy_backward_op(logits, targets, mtp_weights * grad, lse), None, None
 
 
-cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_keep_lse)
-softcapped_cross_entropy.kernel("cuda")(lambda logits, targets, mtp_weights: cross_entropy_op(logits, targets, mtp_weights)[0])
+cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_lse)
+
+
+@softcapped_cross_entropy.kernel("cuda")
+def _softcapped_cross_entropy_cuda(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
+    return cross_entropy_op(logits, targets, mtp_weights)[0]
 
 
 @loss_and_fp8_gradient.kernel("cuda")
-def _loss_and_fp8_gradient_cuda(logits, targets, mtp_weights, scale, dtype):
-    grad, grad_t = (torch.empty(shape, device=logits.device, dtype=dtype) for shape in (logits.shape, logits.shape[::-1]))
-    return launch_loss(logits, targets, mtp_weights, None, grad, grad_t, scale)[0].sum(), grad, grad_t
+def _loss_and_fp8_gradient_cuda(
+    logits: Tensor, targets: Tensor, mtp_weights: Tensor, scale: float, dtype: torch.dtype
+) -> Triple:
+    grad = torch.empty(logits.shape, device=logits.device, dtype=dtype)
+    grad_t = torch.empty(logits.shape[::-1], device=logits.device, dtype=dtype)
+    row_loss, _ = launch_loss(logits, targets, mtp_weights, None, grad, grad_t, scale)
+    return row_loss.sum(), grad, grad_t
 
 
 @has_kernel
 def fp8_head_loss(
-    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, x_scale: float, w_scale: float, grad_scale: float
-) -> Tensor:
-    """The training loss of logits x @ w in FP8, summed over tokens: a scalar, fp32 or better, differentiable in x and w.
-    x (T, in); w (in, vocab), the layout of its gradient; targets (T,) int64; mtp_weights (K,); scales as in fp8_linear."""
-    return softcapped_cross_entropy(fp8_linear(x, w, x_scale, w_scale, grad_scale), targets, mtp_weights)
+    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor,
+    x_scale: float, w_scale: float, grad_scale: float,
+) -> Tensor:  # fmt: skip
+    """The training loss of the logits x @ w in FP8, summed over tokens; differentiable in x and w.
+
+    x (T, in); w (in, vocab), the layout that its gradient is born in; targets (T,) int64; mtp_weights (K,);
+    scales as in fp8_linear; result a scalar, fp32 or better.
+    """
+    logits = fp8_linear(x, w, x_scale, w_scale, grad_scale)
+    return softcapped_cross_entropy(logits, targets, mtp_weights)
 
 
 def _fake_head_loss(x, w, *_):
-    T, inner, vocab = *x.shape, w.size(1)
+    shape = len(x), w.size(1)
     loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
-    shapes = ((T, vocab), E5M2), ((vocab, T), E5M2), ((inner, T), E4M3), ((inner, vocab), E4M3)
+    shapes = (shape, E5M2), (shape[::-1], E5M2), (x.shape[::-1], E4M3), (w.shape, E4M3)
     return loss, *(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
 @operator("fp8_head_loss", _fake_head_loss)
 def fp8_head_loss_op(
-    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, x_scale: float, w_scale: float, grad_scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Product and loss as one node: the loss; its gradient in the logits in e5m2, (T, vocab) and (vocab, T); x transposed and
-    w in e4m3. The last four are the operands of the backward products, each contiguous along the summed dimension.
-    Faster: the logits are not kept, and their gradient is never in 16 bits. Must hold: FP8 rounding does not depend on the
-    incoming gradient, a scalar, which enters the scales of the backward products alone."""
+    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor,
+    x_scale: float, w_scale: float, grad_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """LM head and loss as one node, with what its backward pass needs.
+
+    Returns the loss; its gradient in the logits in e5m2, (T, vocab) and (vocab, T); x transposed and w in
+    e4m3. The last four are the operands of the backward matmuls, contiguous along the summed dimension.
+    Faster: the logits are not kept, and their gradient is never in 16 bits.
+    Must hold: FP8 rounding does not depend on the incoming gradient, which only scales the matmuls.
+    """
     x8, x8_t = quantize_fp8_both(x, x_scale, E4M3)
     w8, w8_t = quantize_fp8_both(w, w_scale, E4M3)
     logits = fp8_matmul(x8, w8_t.mT, x_scale * w_scale, x.dtype, True)
@@ -1047,50 +1719,64 @@ def fp8_head_loss_op(
     return loss, grad8, grad8_t, x8_t, w8
 
 
-@operator("fp8_head_loss_backward", lambda grad, grad8, grad8_t, x8_t, w8, dtype, *_: (
-    grad.new_empty(x8_t.shape[::-1], dtype=dtype), grad.new_empty(w8.shape, dtype=dtype)
-))  # fmt: skip
+def _fake_head_loss_backward(grad, grad8, grad8_t, x8_t, w8, dtype, *_):
+    shapes = x8_t.shape[::-1], w8.shape
+    return tuple(grad.new_empty(shape, dtype=dtype) for shape in shapes)
+
+
+@operator("fp8_head_loss_backward", _fake_head_loss_backward)
 def fp8_head_loss_backward_op(
     grad: Tensor, grad8: Tensor, grad8_t: Tensor, x8_t: Tensor, w8: Tensor,
     dtype: torch.dtype, x_scale: float, w_scale: float, grad_scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """grad_x (T, in) and grad_w (in, vocab) in dtype."""
+) -> Pair:  # fmt: skip
+    """grad_x (T, in) and grad_w (in, vocab) in dtype; grad is the incoming gradient, a scalar."""
     grad_x = fp8_matmul(grad8, w8.mT, grad * (grad_scale * w_scale), dtype, False)
     grad_w = fp8_matmul(x8_t, grad8_t.mT, grad * (x_scale * grad_scale), dtype, False)
     return grad_x, grad_w
 
 
-fp8_head_loss_op.register_autograd(
-    lambda ctx, grad, *_: (*fp8_head_loss_backward_op(grad, *ctx.saved_tensors, ctx.dtype, *ctx.scales), *5 * [None]),
-    setup_context=_keep_fp8,
-)
-fp8_head_loss.kernel("cuda")(lambda *inputs, **scales: fp8_head_loss_op(*inputs, **scales)[0])
+def _head_loss_gradients(ctx, grad, *_):
+    grads = fp8_head_loss_backward_op(grad, *ctx.saved_tensors, ctx.dtype, *ctx.scales)
+    return *grads, None, None, None, None, None
+
+
+fp8_head_loss_op.register_autograd(_head_loss_gradients, setup_context=_save_fp8)
+
+
+@fp8_head_loss.kernel("cuda")
+def _fp8_head_loss_cuda(*inputs: Tensor | float, **scales: float) -> Tensor:
+    return fp8_head_loss_op(*inputs, **scales)[0]
 
 
 # -----------------------------------------------------------------------------
-# fp32 weights in 16 + 16 bits: a bf16 parameter, and its lower halves beside it
+# 11. fp32 weights as 16 + 16 bits: a bf16 parameter, and the lower halves beside it
 
 
 def join_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     """The fp32 numbers whose upper halves are p (bf16) and whose lower halves are mantissa (uint16)."""
-    return ((p.view(torch.int16).to(torch.int32) << 16) | mantissa.to(torch.int32)).view(torch.float32)
+    upper = p.view(torch.int16).to(torch.int32) << 16
+    return (upper | mantissa.to(torch.int32)).view(torch.float32)
 
 
-def split_mantissa(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 x as (bf16 upper half, truncated, and uint16 lower half): join_mantissa gives back every bit."""
+def split_mantissa(x: Tensor) -> Pair:
+    """fp32 x as upper halves (bf16, truncated) and lower halves (uint16), which join to the same bits."""
     bits = x.contiguous().view(torch.int32)
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.uint16)
+    upper = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return upper, (bits & 0xFFFF).to(torch.uint16)
 
 
 # -----------------------------------------------------------------------------
-# What the machine wants
+# 12. What the machine wants
 
-CPU_CACHE_ELEMENTS = 262_144  # of one tensor, so that those of a whole update stay in a core's cache or near it
+CPU_CACHE_ELEMENTS = 262_144  # of one tensor, so that those of an update stay in a core's cache
 
 
 def fused_on_gpu(function: Callable) -> Callable:
-    """Fused by torch.compile where the first argument is on a GPU; plain on a CPU, where that costs more than it saves."""
-    compiled = functools.cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))
+    """The function, compiled if its first argument is on a GPU: on a CPU that costs more than it saves."""
+
+    @functools.cache
+    def compiled() -> Callable:
+        return torch.compile(function, dynamic=False, fullgraph=True)
 
     @functools.wraps(function)
     def dispatch(x: Tensor, *args: Any) -> Any:
@@ -1100,9 +1786,15 @@ def fused_on_gpu(function: Callable) -> Callable:
 
 
 def cache_sized(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """The same rows of all tensors, in order: slices along dim 0; None stays None. On a CPU as many rows at a time as its
-    cache holds of the first tensor, at least one: an update in many passes stays in the cache. Elsewhere all at once."""
-    first, rows = tensors[0], len(tensors[0])
-    at_once = max(1, CPU_CACHE_ELEMENTS // max(1, first[:1].numel()) if first.device.type == "cpu" else rows)
-    for start in range(0, rows, at_once):
+    """The tensors in slices along dim 0, the same rows of each, in order; None stays None.
+
+    On a CPU a slice has as many rows of the first tensor as the cache holds, at least one, so that an
+    update of many passes stays in the cache. Elsewhere there is one slice.
+    """
+    first = tensors[0]
+    at_once = len(first)
+    if first.device.type == "cpu":
+        at_once = CPU_CACHE_ELEMENTS // max(1, first[:1].numel())
+    at_once = max(1, at_once)
+    for start in range(0, len(first), at_once):
         yield tuple(None if x is None else x[start : start + at_once] for x in tensors)

@@ -1,4 +1,4 @@
-"""What a run on a CPU chooses, and the arithmetic of bf16 units: on any CPU, as PyTorch multiplies bf16 without them too."""
+"""What a run on a CPU chooses, and the arithmetic of bf16 units, which PyTorch has on any CPU."""
 
 import math
 import os
@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import cpu
-import train_gpt
 import triton_kernels as tk
-from common import ROOT, U16, normal, random_batch, run_fresh, tiny_gpt
-from train_gpt import ForwardSchedule
+from common import ROOT, U16, normal, random_batch, run_fresh, tiny_gpt, train_gpt
+from runtime import cpu
 
 AMX, AVX512 = "_is_amx_tile_supported", "_is_avx512_bf16_supported"
+every_cpu = pytest.mark.parametrize("names", [(), (AVX512,), (AMX, AVX512)])
 
 
 def with_units(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -26,29 +25,27 @@ def with_units(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
 
 
-@pytest.mark.parametrize(
-    "names, chosen, precision, said",
-    [
-        ((), tk.CPU_FP32, "medium", "no bf16 units, fp32 by oneDNN"),
-        ((AVX512,), tk.CPU_BF16, "medium", "bf16 operands by AVX512_BF16, fp32 by oneDNN"),
-        ((AMX, AVX512), tk.CPU_BF16, "highest", "bf16 operands by AMX, fp32 by PyTorch's own library"),
-    ],
-)
-def test_the_units_decide_alone(monkeypatch, names, chosen, precision, said) -> None:
+@every_cpu
+def test_the_units_decide_alone(monkeypatch, names: tuple[str, ...]) -> None:
+    chosen, precision, said = {
+        (): (tk.CPU_FP32, "medium", "no bf16 units, fp32 by oneDNN"),
+        (AVX512,): (tk.CPU_BF16, "medium", "bf16 operands by AVX512_BF16, fp32 by oneDNN"),
+        (AMX, AVX512): (tk.CPU_BF16, "highest", "bf16 operands by AMX, fp32 by PyTorch's"),
+    }[names]
     with_units(monkeypatch, *names)
     monkeypatch.setattr(cpu, "rounds_fp32", lambda: AMX in names)
     words = {cpu.use_cpu() for _ in range(3)}
     assert len(words) == 1 and said in words.pop()
-    assert (tk.cpu, torch.get_float32_matmul_precision()) == (chosen, precision)
+    assert (cpu.chosen, torch.get_float32_matmul_precision()) == (chosen, precision)
     cpu.forget_cpu()
-    assert (tk.cpu, torch.get_float32_matmul_precision()) == (None, "highest")
+    assert (cpu.chosen, torch.get_float32_matmul_precision()) == (None, "highest")
 
 
 COMPILED = """
 import torch
 from torch._inductor.utils import run_and_get_code
-import cpu
 import triton_kernels as tk
+from runtime import cpu
 torch.set_num_threads(2)
 table, tokens = torch.ones(8, 16, requires_grad=True), torch.arange(512, dtype=torch.int32) % 8
 for compiled in (True, False):
@@ -60,22 +57,24 @@ for compiled in (True, False):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_compiled_gradients_are_added_in_one_order(tmp_path) -> None:
-    """Two runs of one command had other bits, by atomic additions of several threads: in Inductor's code, unless it is asked."""
+    """Inductor adds them by atomics unless it is asked not to: two runs had other bits."""
     caches = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}"}
-    there = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}"}
-    done = run_fresh([sys.executable, "-c", COMPILED], env=there, timeout=300)
+    env = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}"}
+    done = run_fresh([sys.executable, "-c", COMPILED], env=env, timeout=300)
     assert done.stdout == "False\nTrue\n", done
 
 
-@pytest.mark.parametrize("names", [(), (AVX512,), (AMX, AVX512)])
-def test_fp32_products_round_no_operands_whatever_pytorch_knows_of_the_cpu(monkeypatch, names) -> None:
-    """Without /proc/cpuinfo it knew no AMX, which oneDNN used: Polar Express broke, and nothing was learnt, in silence."""
+@every_cpu
+def test_fp32_matmuls_round_no_operands_whatever_pytorch_knows(monkeypatch, names) -> None:
+    """Without /proc/cpuinfo it knew no AMX, which oneDNN used: nothing was learnt, in silence."""
     with_units(monkeypatch, *names)
     cpu.use_cpu()
     x, eye = 1 + torch.arange(300 * 128).view(300, 128) / 2**16, torch.eye(128)
-    assert torch.equal(x @ eye, x) and torch.equal((x[None] @ eye[None])[0], x) and not cpu.rounds_fp32()
+    assert torch.equal(x @ eye, x) and torch.equal((x[None] @ eye[None])[0], x)
+    assert not cpu.rounds_fp32()
 
 
 def test_a_pytorch_that_knows_no_units_has_none(monkeypatch) -> None:
@@ -87,9 +86,10 @@ def test_a_pytorch_that_knows_no_units_has_none(monkeypatch) -> None:
 def test_only_fp32_and_bf16_on_a_cpu_are_served(monkeypatch) -> None:
     with_units(monkeypatch, AVX512)
     cpu.use_cpu()
-    dtypes = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int32
-    narrow = [tk.kernel_device(torch.empty(1, dtype=dtype)) == tk.CPU_BF16 for dtype in dtypes]
-    assert narrow == [True, True, False, False, False]
+    served = []
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int32):
+        served.append(tk.kernel_device(torch.empty(1, dtype=dtype)) == tk.CPU_BF16)
+    assert served == [True, True, False, False, False]
     assert tk.kernel_device(torch.empty(1, dtype=torch.bfloat16, device="meta")) == "meta"
 
 
@@ -102,9 +102,11 @@ CASES: dict[str, tuple[Callable, dict[str, tuple[int, ...]]]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_operands_err_by_their_roundings(name: str, dtype: torch.dtype) -> None:
-    """Results and gradients, in their inputs' dtype, against fp64. Each of at most six roundings on the way, U16 relative, adds
-    an error of random sign: by norm they come to √6 U16 at most, and squares double one. Four times U16 would not hold a
-    seventh of this size; the reference in fp32 is a hundred times nearer."""
+    """Results and gradients, in their inputs' dtype, against fp64.
+
+    Each of at most six roundings on the way, U16 relative, adds an error of random sign: by norm they
+    come to √6 U16 at most, and squares double one. fp32 is a hundred times nearer.
+    """
     function, shapes = CASES[name]
     inputs = {label: normal(label, shape).to(dtype) for label, shape in shapes.items()}
 
@@ -113,34 +115,39 @@ def test_bf16_operands_err_by_their_roundings(name: str, dtype: torch.dtype) -> 
         out = function(*leaves)
         return [out, *torch.autograd.grad(out, leaves, normal("g", tuple(out.shape)).to(dtype))]
 
+    def errors(found: list[Tensor]) -> list[float]:
+        return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact)]
+
     exact = results(torch.float64)
     with tk.kernels_of(tk.CPU_BF16):
         narrow = results(dtype)
-    errors = [((x.double() - true).norm() / true.norm()).item() for x, true in zip(narrow, exact)]
     assert all(x.dtype == dtype for x in narrow)
-    assert max(errors) < 4 * U16, errors
+    assert max(errors(narrow)) < 4 * U16
     if dtype == torch.float32:
-        assert max(errors) > U16 / 16, errors  # that bf16 was there
-        assert max(((x.double() - true).norm() / true.norm()).item() for x, true in zip(results(dtype), exact)) < U16 / 100
+        assert max(errors(narrow)) > U16 / 16  # bf16 was there
+        assert max(errors(results(dtype))) < U16 / 100
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 16), (3, 16, 16)])
 def test_polar_express_multiplies_in_bf16(shape) -> None:
-    """The same operation, whose operands are bf16 in any case: widened for the product, or not, it is rounded once."""
+    """Its operands are bf16 in any case: widened for the matmul or not, it is rounded once."""
     G = normal("G", shape)
     wide = train_gpt.polar_express(G)
     with tk.kernels_of(tk.CPU_BF16):
         narrow = train_gpt.polar_express(G)
     assert narrow.dtype == wide.dtype == torch.bfloat16
-    assert (torch.linalg.svdvals(narrow.double()) - torch.linalg.svdvals(wide.double())).abs().max() < 8 * U16
+    values = [torch.linalg.svdvals(x.double()) for x in (narrow, wide)]
+    assert (values[0] - values[1]).abs().max() < 8 * U16
 
 
 @pytest.mark.parametrize("least", [1.0, 1e-2, 1e-4, 1e-6])
-@pytest.mark.parametrize("shape", [(3, 64, 16), (3, 16, 16), (3, 16, 64)], ids=["tall", "square", "wide"])
+@pytest.mark.parametrize("shape", [(3, 64, 16), (3, 16, 16), (3, 16, 64)], ids=str)
 def test_polar_express_without_bf16_is_that_of_fp64(shape: tuple[int, ...], least: float) -> None:
-    """Singular values from 1 to least. A tall matrix is worked on through its squares: so a value below √U32 is lost in the
-    rounding of the largest, where bf16 loses all below U16, sixteen times as much; elsewhere U32 itself. The quintics
-    enlarge small values up to 1,000 times. All are a hundred times nearer to fp64's than what bf16 gives."""
+    """Singular values from 1 to least, a hundred times nearer to fp64's than by bf16.
+
+    A tall matrix is worked on through its squares: a value below √U32 is lost in the rounding of the
+    largest, where bf16 loses all below U16. The quintics enlarge small values up to 1,000 times.
+    """
     U, _, Vh = torch.linalg.svd(normal("G", shape).double(), full_matrices=False)
     G = (U * torch.logspace(0, math.log10(least), 16, dtype=torch.float64)) @ Vh
     exact, rounded = train_gpt.polar_express(G), train_gpt.polar_express(G.float())
@@ -152,10 +159,11 @@ def test_polar_express_without_bf16_is_that_of_fp64(shape: tuple[int, ...], leas
     assert 100 * max(map(error, found)) < error(rounded)
 
 
-def test_the_model_trains_in_fp32_around_bf16_products() -> None:
-    """Loss and gradients are fp32, off by what bf16 rounds: eleven layers of it, so a few per cent of a gradient's norm."""
+def test_the_model_trains_in_fp32_around_bf16_matmuls() -> None:
+    """Eleven layers of bf16's rounding are a few per cent of a gradient's norm, in fp32."""
     model = tiny_gpt(torch.float32)
-    batch, schedule = random_batch(64, 128, (0, 20)), ForwardSchedule(torch.ones(1), 16, 48)
+    schedule = train_gpt.ForwardSchedule(torch.ones(1), 16, 48)
+    batch = random_batch(64, 128, (0, 20))
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()

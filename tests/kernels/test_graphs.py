@@ -1,147 +1,149 @@
-"""The GPU's way through the trainer, without a GPU: which kernels a graph holds; its fused head is the separate one."""
+"""The GPU's path without a GPU: which kernels a graph holds; the fused LM head is the separate one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import library
+from torch import Tensor, library
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import attention
 import triton_kernels as tk
-from bench.kernel_checks import U32, normal
-from train_gpt import FP8_GRAD_SCALE, FP8_W_SCALE, FP8_X_SCALE, GPT, ForwardSchedule, polar_express
-from triton_kernels import fp8_linear, softcapped_cross_entropy
+from common import U32, normal, train_gpt
 
-bf16, fp32 = torch.bfloat16, torch.float32
-SCALES = FP8_X_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE
+GPT, ForwardSchedule = train_gpt.GPT, train_gpt.ForwardSchedule
+polar_express = train_gpt.polar_express
+BF16, FP32 = torch.bfloat16, torch.float32
+SCALES = train_gpt.FP8_X_SCALE, train_gpt.FP8_W_SCALE, train_gpt.FP8_GRAD_SCALE
 JOINS = ("aten.cat.default", "aten.stack.default")
 
 
 @pytest.fixture
-def kernels_of_the_gpu() -> Iterator[None]:
-    """For tensors without memory, on meta, or fake ones on cpu: PyTorch's CPU build has no others."""
+def gpu_kernels() -> Iterator[None]:
+    """For tensors without memory, on meta, or fake ones: PyTorch's CPU build has no others."""
     with tk.kernels_of("cuda"):
         yield
+
+
+def on_meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def nodes_of(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
+def one_graph(function: Callable, *args) -> tuple[Tensor, list[str]]:
+    """The result of a compiled function, and the nodes of its one graph."""
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(nodes_of(graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    found = torch.compile(function, backend=keep, fullgraph=True, dynamic=False)(*args)
+    torch._dynamo.reset()
+    (nodes,) = graphs
+    return found, nodes
+
+
 # Polar Express
 
 
 @pytest.mark.parametrize("shape", [(3, 3072, 768), (5, 768, 768)], ids=["tall", "square"])
-def test_polar_express_is_its_products_and_nothing_else(kernels_of_the_gpu: None, shape: tuple[int, ...]) -> None:
-    """After scaling, five times: Gram matrix, polynomial, product. No transpose, no copy, no conversion between them."""
-    nodes = nodes_of(make_fx(polar_express)(torch.empty(shape, dtype=bf16, device="meta")))
+def test_polar_express_is_its_matmuls_and_nothing_else(gpu_kernels, shape) -> None:
+    """Scaling, then five times Gram matrix, polynomial and product, without a copy between them."""
+    nodes = nodes_of(make_fx(polar_express)(on_meta(*shape)))
     first = nodes.index("bankrun.gram.default")
     assert nodes[first:] == 5 * (["bankrun.gram.default"] + 2 * ["bankrun.multiply_add.default"])
 
 
-def test_products_copy_no_contiguous_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_copy_no_contiguous_input(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
-    monkeypatch.setattr(tk, "launch", lambda kernel, grid, *args, **options: launched.append(args))
+    monkeypatch.setattr(tk, "launch", lambda kernel, grid, *args, **_: launched.append(args))
     X, B, out = torch.empty(2, 48, 32), torch.empty(2, 32, 32), torch.empty(2, 48, 32)
     assert tk.launch_product(X, B, X, out, 1.0, 2.0) is out
     (args,) = launched
     assert [t.data_ptr() for t in args[:4]] == [t.data_ptr() for t in (X, B, X, out)]
 
 
-def test_compiled_polar_express_is_one_graph(kernels_of_the_gpu: None) -> None:
-    """As normuon_update is compiled on a GPU: dispatch and custom operators all pass through Dynamo."""
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    X = torch.empty(3, 64, 32, dtype=bf16, device="meta")
-    found = torch.compile(polar_express, backend=keep, fullgraph=True, dynamic=False)(X)
-    torch._dynamo.reset()
-    assert found.shape == (3, 64, 32) and found.dtype == bf16 and len(graphs) == 1
-    assert sum("bankrun" in node for node in nodes_of(graphs[0])) == 15
+def test_compiled_polar_express_is_one_graph(gpu_kernels) -> None:
+    """As normuon_update is compiled on a GPU: dispatch and operators pass through Dynamo."""
+    found, nodes = one_graph(polar_express, on_meta(3, 64, 32))
+    assert found.shape == (3, 64, 32) and found.dtype == BF16
+    assert sum("bankrun" in node for node in nodes) == 15
 
 
-def test_compiled_attention_is_one_graph(kernels_of_the_gpu: None) -> None:
+def test_compiled_attention_is_one_graph(gpu_kernels) -> None:
     """varlen_attn is imported at the first call, which may be inside of a compiled model."""
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    q, starts = torch.empty(64, 2, 8, dtype=bf16, device="meta"), torch.zeros(4, dtype=torch.int32, device="meta")
-    torch._dynamo.reset()
-    compiled = torch.compile(attention.attend, backend=keep, fullgraph=True, dynamic=False)
-    found = compiled(q, q, q, attention.Band(starts, 16, 64, None), 0.1)
-    torch._dynamo.reset()
-    assert found.shape == q.shape and found.dtype == bf16 and len(graphs) == 1
-    assert sum("varlen_attn" in node for node in nodes_of(graphs[0])) == 1
+    q = on_meta(64, 2, 8)
+    band = tk.Band(on_meta(4, dtype=torch.int32), 16, 64, None)
+    found, nodes = one_graph(tk.attend, q, q, q, band, 0.1)
+    assert found.shape == q.shape and found.dtype == BF16
+    assert sum("varlen_attn" in node for node in nodes) == 1
 
 
 # The whole model
 
 
-def test_training_step_holds_the_fused_kernels(kernels_of_the_gpu: None) -> None:
-    """Forward and backward of the model in fake tensors at the record preset's widths: shapes, and a count of the kernels."""
+def test_training_step_holds_the_fused_kernels(gpu_kernels) -> None:
+    """Forward and backward in fake tensors at the record preset's widths: shapes and kernels."""
     tokens = 1024
     with FakeTensorMode():
         model = GPT(50257, 11, 6, 128, 768, tokens, fp8_head=True)
         schedule = ForwardSchedule(torch.ones(3), 128, 384, 1024)
 
-        def step(inputs: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
+        def step(inputs: Tensor, targets: Tensor, starts: Tensor) -> list[Tensor]:
             loss = model(inputs, targets, starts, schedule)
-            assert loss.shape == () and loss.dtype == fp32
+            assert loss.shape == () and loss.dtype == FP32
             return list(torch.autograd.grad(loss, list(model.parameters())))
 
         ids = torch.zeros(tokens, dtype=torch.int32)
         batch = ids, ids.long(), torch.zeros(64, dtype=torch.int32)
         for param, grad in zip(model.parameters(), step(*batch)):
-            assert (grad.shape, grad.dtype, grad.is_contiguous()) == (param.shape, param.dtype, True), param.label
+            assert (grad.shape, grad.dtype) == (param.shape, param.dtype), param.label
+            assert grad.is_contiguous(), param.label
         graph = make_fx(step)(*batch)
         nodes = nodes_of(graph)
-    expected = {
-        "norm_rotate": 10, "norm_rotate_backward": 10, "relu_squared": 22, "fp8_head_loss": 1, "fp8_head_loss_backward": 1,
-        "scatter": 3,
-    }  # fmt: skip
+    expected = dict(
+        norm_rotate=10, norm_rotate_backward=10, relu_squared=22, fp8_head_loss=1,
+        fp8_head_loss_backward=1, scatter=3,
+    )  # fmt: skip
     assert {name: nodes.count(f"bankrun.{name}.default") for name in expected} == expected
-    counts = {name: nodes.count(f"aten.{name}.default") for name in ("embedding", "embedding_dense_backward")}
-    assert counts == {"embedding": 3, "embedding_dense_backward": 0} and nodes.count("aten.sort.stable") == 2
-    shapes = [tuple(node.meta["val"].shape) for node in graph.graph.nodes if str(node.target) in JOINS]
-    assert not [shape for shape in shapes if len(shape) > 2 and shape[0] == tokens], "heads are joined apart from the kernel"
+    assert nodes.count("aten.embedding.default") == 3 and nodes.count("aten.sort.stable") == 2
+    assert nodes.count("aten.embedding_dense_backward.default") == 0
+    for node in graph.graph.nodes:  # heads are joined by the kernel
+        if str(node.target) in JOINS:
+            shape = node.meta["val"].shape
+            assert len(shape) < 3 or shape[0] != tokens, node
 
 
-def test_residual_sums_are_no_addmm(kernels_of_the_gpu: None) -> None:
-    """Inductor makes one of a 2-D sum with a product."""
-    x, w = torch.empty(64, 32, dtype=bf16, device="meta"), torch.empty(32, 32, dtype=bf16, device="meta")
+def test_residual_sums_are_no_addmm(gpu_kernels) -> None:
+    """Inductor makes one of a 2-D sum with a matmul."""
+    x, w = on_meta(64, 32), on_meta(32, 32)
     graph = make_fx(lambda x, w: tk.residual_add(x, x @ w))(x, w)
     (sum_,) = (node for node in graph.graph.nodes if str(node.target) == "aten.add.Tensor")
     assert [tuple(node.meta["val"].shape) for node in sum_.args] == 2 * [(1, 64, 32)]
     assert tk.residual_add(x, x).shape == x.shape
 
 
-@pytest.mark.parametrize("paired, key_offset", [(False, False), (True, False), (False, True)])
-def test_compiled_heads_are_one_operator_each_way(kernels_of_the_gpu: None, paired: bool, key_offset: bool) -> None:
-    """v, a view of what the operator takes, passes through Dynamo and AOTAutograd; its gradient is joined by no other node."""
+@pytest.mark.parametrize("paired, offset", [(False, False), (True, False), (False, True)])
+def test_compiled_heads_are_one_operator_each_way(gpu_kernels, paired: bool, offset: bool) -> None:
+    """v, a view of the operator's input, passes through AOTAutograd; nothing else joins gradients."""
     graphs = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
         graphs.append([node for node in nodes_of(graph) if "getitem" not in node])
         return make_boxed_func(graph.forward)
 
-    qkv = torch.empty(8, 6, 16, dtype=bf16, device="meta", requires_grad=True)
-    table = torch.empty(16, 8, 2, dtype=bf16, device="meta")
+    qkv = on_meta(8, 6, 16).requires_grad_()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     torch._dynamo.reset()
-    compiled = torch.compile(
-        attention.norm_and_rotate_qk, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True, dynamic=False
-    )
-    heads = compiled(qkv, table, paired, key_offset)
+    options = dict(backend=backend, fullgraph=True, dynamic=False)
+    heads = torch.compile(tk.norm_and_rotate_qk, **options)(qkv, on_meta(16, 8, 2), paired, offset)
     (grad,) = torch.autograd.grad(heads, qkv, [torch.empty_like(x) for x in heads])
     torch._dynamo.reset()
     assert [x.shape for x in heads] == 3 * [(8, 2, 16)] and grad.shape == qkv.shape
@@ -151,53 +153,59 @@ def test_compiled_heads_are_one_operator_each_way(kernels_of_the_gpu: None, pair
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_bf16_head_keeps_its_shapes(kernels_of_the_gpu: None, training: bool) -> None:
+def test_bf16_head_keeps_its_shapes(gpu_kernels, training: bool) -> None:
     """Chips without FP8, and every evaluation."""
     with FakeTensorMode():
         model = GPT(50257, 11, 6, 128, 768, 256).train(training)
         tokens, starts = torch.zeros(256, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
-        loss = model(tokens, tokens.long(), starts, ForwardSchedule(torch.ones(2), 128, 128))
-        assert loss.shape == () and loss.dtype == fp32
+        schedule = ForwardSchedule(torch.ones(2), 128, 128)
+        loss = model(tokens, tokens.long(), starts, schedule)
+        assert loss.shape == () and loss.dtype == FP32
         if training:
             loss.backward()
-            assert model.lm_head.grad.shape == model.lm_head.shape and model.lm_head.grad.dtype == bf16
+            grad = model.lm_head.grad
+            assert grad.shape == model.lm_head.shape and grad.dtype == BF16
 
 
 # The fused head, on the references
 
 
-def head_inputs() -> tuple[torch.Tensor, ...]:
+def head_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, w = normal("x", (48, 32)).requires_grad_(), normal("w", (32, 128), 0.1).requires_grad_()
-    return x, w, (normal("targets", (48,)).abs() * 1000).long() % 128, torch.tensor([1.0, 0.5, 0.25])
+    targets = (normal("targets", (48,)).abs() * 1000).long() % 128
+    return x, w, targets, torch.tensor([1.0, 0.5, 0.25])
 
 
 def test_fused_head_is_the_separate_one_to_the_bit() -> None:
     x, w, targets, weights = head_inputs()
     fused = tk.fp8_head_loss_op(x, w, targets, weights, *SCALES)[0]
-    apart = softcapped_cross_entropy(fp8_linear(x, w, *SCALES), targets, weights)
-    assert torch.equal(fused, apart)
-    for a, b in zip(torch.autograd.grad(fused, (x, w)), torch.autograd.grad(apart, (x, w))):
+    separate = tk.softcapped_cross_entropy(tk.fp8_linear(x, w, *SCALES), targets, weights)
+    assert torch.equal(fused, separate)
+    for a, b in zip(torch.autograd.grad(fused, (x, w)), torch.autograd.grad(separate, (x, w))):
         assert torch.equal(a, b) and a.is_contiguous()
 
 
 def test_fused_head_takes_any_incoming_gradient() -> None:
-    """It enters the scale of the products, so that FP8 rounding does not depend on it: exact but for fp32 roundings."""
+    """It scales the matmuls, so FP8 rounding does not depend on it: exact but for fp32 roundings."""
     x, w, targets, weights = head_inputs()
     loss = tk.fp8_head_loss_op(x, w, targets, weights, *SCALES)[0]
     once = torch.autograd.grad(loss, (x, w), retain_graph=True)
     for factor in (3.0, 1e-6, -0.125):
-        for a, b in zip(torch.autograd.grad(factor * loss, (x, w), retain_graph=True), once):
-            assert ((a.double() - factor * b.double()).abs() <= 4 * U32 * (factor * b.double()).abs()).all()
+        scaled = torch.autograd.grad(factor * loss, (x, w), retain_graph=True)
+        for a, b in zip(scaled, (factor * x.double() for x in once)):
+            assert ((a.double() - b).abs() <= 4 * U32 * b.abs()).all()
 
 
-@pytest.mark.parametrize("dtype", [fp32, bf16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_fused_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
-    """Of the operators that run without a GPU; the others' fake tensors are those of the graphs above."""
-    x, w, targets, weights = head_inputs()
+    """Of the operators that run without a GPU; the others' fake tensors are those of the graphs."""
+    x, w, *rest = head_inputs()
     x, w = x.detach().to(dtype), w.detach().to(dtype)
-    forward, backward = torch.ops.bankrun.fp8_head_loss.default, torch.ops.bankrun.fp8_head_loss_backward.default
+    forward = torch.ops.bankrun.fp8_head_loss.default
+    backward = torch.ops.bankrun.fp8_head_loss_backward.default
     rules = ("test_autograd_registration", "test_faketensor")
-    library.opcheck(forward, (x, w, targets, weights, *SCALES), test_utils=rules)
-    library.opcheck(forward, (x.clone().requires_grad_(), w.clone().requires_grad_(), targets, weights, *SCALES), test_utils=rules)
-    loss, *saved = forward(x, w, targets, weights, *SCALES)
+    library.opcheck(forward, (x, w, *rest, *SCALES), test_utils=rules)
+    leaves = (x.clone().requires_grad_(), w.clone().requires_grad_())
+    library.opcheck(forward, (*leaves, *rest, *SCALES), test_utils=rules)
+    loss, *saved = forward(x, w, *rest, *SCALES)
     library.opcheck(backward, (loss, *saved, dtype, *SCALES), test_utils=rules)

@@ -1,32 +1,36 @@
-"""Each GPU kernel on a GPU: bench/kernel_checks.py in bf16, and the record preset's sizes. Skipped where there is none."""
+"""Each GPU kernel on a GPU: the checks in bf16, and the record preset's sizes. Skipped without one."""
 
 import pytest
 import torch
 
-from bench import kernel_checks as checks
-from train_gpt import FP8_GRAD_SCALE, FP8_W_SCALE, FP8_X_SCALE, polar_express
-from triton_kernels import fp8_head_loss, fp8_linear, loss_and_fp8_gradient, softcapped_cross_entropy
+from bench import kernels as checks
+from common import train_gpt
+from triton_kernels import (
+    fp8_head_loss, fp8_linear, loss_and_fp8_gradient, softcapped_cross_entropy,
+)  # fmt: skip
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-fp8_units = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no FP8 units"
-)
+GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
+HAS_FP8 = GPU and torch.cuda.get_device_capability() >= (8, 9)
+fp8_units = pytest.mark.skipif(not HAS_FP8, reason="no FP8 units")
 BF16 = torch.bfloat16
 VALUES = ["random", "zeros", "equal", "large", "nan"]
+SCALES = train_gpt.FP8_X_SCALE, train_gpt.FP8_W_SCALE, train_gpt.FP8_GRAD_SCALE
+SHAPES = [(64, 32), (2, 130, 70), (257, 40), (3, 20, 300), (5, 768, 768), (3, 3072, 768)]
 
 
-@pytest.mark.parametrize("shape", [(64, 32), (2, 130, 70), (257, 40), (3, 20, 300), (5, 768, 768), (3, 3072, 768)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["XXT", "XTX", "ba_plus_cAA", "aX_plus_BX", "aX_plus_XB"])
 def test_product(name: str, shape: tuple[int, ...]) -> None:
     for values in VALUES:
         checks.check_product(name, shape, BF16, values, False, "cuda")
 
 
-@pytest.mark.parametrize("paired, key_offset", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("paired, offset", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("sizes", [(1, 2, 4), (9, 4, 12), (16384, 6, 128)], ids=str)
-def test_norm_and_rotate(sizes: tuple[int, int, int], paired: bool, key_offset: bool) -> None:
+def test_norm_and_rotate(sizes: tuple[int, int, int], paired: bool, offset: bool) -> None:
     for values in VALUES:
-        checks.check_norm_and_rotate(sizes, paired, key_offset, BF16, values, "cuda")
+        checks.check_norm_and_rotate(sizes, paired, offset, BF16, values, "cuda")
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 16), (150, 72, 312), (16384, 768, 3072)], ids=str)
@@ -57,7 +61,9 @@ def test_transposes(shape: tuple[int, int]) -> None:
     checks.check_transpose(shape, BF16, "cuda")
 
 
-@pytest.mark.parametrize("T, vocab, dim", [(1, 1, 1), (70, 30, 40), (16384, 50304, 768), (49152, 50304, 768)])
+@pytest.mark.parametrize(
+    "T, vocab, dim", [(1, 1, 1), (70, 30, 40), (16384, 50304, 768), (49152, 50304, 768)]
+)
 def test_lookup(T: int, vocab: int, dim: int) -> None:
     for most in (0.05, 1.0):
         checks.check_lookup(T, vocab, dim, BF16, "cuda", most)
@@ -65,38 +71,41 @@ def test_lookup(T: int, vocab: int, dim: int) -> None:
 
 @fp8_units
 def test_loss_at_the_record_does_not_overflow_and_repeats_itself() -> None:
-    """49152 x 50304 elements are more than int32 counts: the last rows against fp64, and every bit a second time."""
+    """49152 x 50304 elements are more than int32 counts: the last rows, and every bit again."""
     T, V, last = 49152, 50304, 256
-    logits = torch.randn(T, V, device="cuda", dtype=torch.bfloat16) * 4
+    scale = train_gpt.FP8_GRAD_SCALE
+    logits = torch.randn(T, V, device="cuda", dtype=BF16) * 4
     targets = torch.randint(V, (T,), device="cuda")
     weights = torch.tensor([1.0, 0.5, 0.25], device="cuda")
-    run = lambda: loss_and_fp8_gradient(logits, targets, weights, FP8_GRAD_SCALE, torch.float8_e5m2)
+    run = lambda: loss_and_fp8_gradient(logits, targets, weights, scale, torch.float8_e5m2)
     first, second = run(), run()
     for a, b in zip(first[1:], second[1:]):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert torch.equal(first[0], second[0])
-    assert torch.equal(first[2][:, -last:].view(torch.uint8), first[1][-last:].view(torch.uint8).mT)
-    exact = checks.exact_loss(logits[-last:], targets[-last:], weights)[1] / FP8_GRAD_SCALE
-    checks.assert_within(first[1][-last:].float(), exact, 0.126 * exact.abs() + 2.0**-16 + 600 * checks.GRADIENT_ERROR)
+    grad, grad_t = first[1][-last:], first[2][:, -last:]
+    assert torch.equal(grad_t.view(torch.uint8), grad.view(torch.uint8).mT)
+    exact = checks.exact_loss(logits[-last:], targets[-last:], weights)[1] / scale
+    bound = 0.126 * exact.abs() + 2.0**-16 + 600 * checks.GRADIENT_ERROR
+    checks.assert_within(grad.float(), exact, bound)
 
 
 @fp8_units
 def test_fused_head_is_the_separate_one() -> None:
-    """The GPU's one node against FP8 product and loss apart, whose gradient is rounded to bf16 before it is to e5m2."""
+    """Against FP8 matmul and loss apart, whose gradient is rounded to bf16 before e5m2."""
     T, dim, V = 2048, 768, 50304
-    inputs = [torch.randn(T, dim, device="cuda").bfloat16(), (torch.randn(dim, V, device="cuda") * 0.05).bfloat16()]
-    inputs = [x.requires_grad_() for x in inputs]
-    targets, weights = torch.randint(V, (T,), device="cuda"), torch.tensor([1.0, 0.5], device="cuda")
-    scales = FP8_X_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE
-    fused = fp8_head_loss(*inputs, targets, weights, *scales)
-    apart = softcapped_cross_entropy(fp8_linear(*inputs, *scales), targets, weights)
-    assert torch.allclose(fused, apart, rtol=1e-6)
-    for a, b in zip(torch.autograd.grad(2 * fused, inputs), torch.autograd.grad(apart, inputs)):
-        assert (a.float() - 2 * b.float()).norm() < 0.05 * (2 * b.float()).norm()
+    x = torch.randn(T, dim, device="cuda").bfloat16().requires_grad_()
+    w = (torch.randn(dim, V, device="cuda") * 0.05).bfloat16().requires_grad_()
+    rest = torch.randint(V, (T,), device="cuda"), torch.tensor([1.0, 0.5], device="cuda")
+    fused = fp8_head_loss(x, w, *rest, *SCALES)
+    separate = softcapped_cross_entropy(fp8_linear(x, w, *SCALES), *rest)
+    assert torch.allclose(fused, separate, rtol=1e-6)
+    gradients = [torch.autograd.grad(loss, (x, w)) for loss in (2 * fused, 2 * separate)]
+    for a, b in zip(*gradients):
+        assert (a.float() - b.float()).norm() < 0.05 * b.float().norm()
 
 
-def test_polar_express_is_that_of_fp64() -> None:
-    for shape in ((5, 768, 768), (3, 3072, 768)):
-        G = torch.randn(shape, device="cuda")
-        found, exact = polar_express(G), polar_express(G.double())
-        assert (found.double() - exact).norm() < 0.02 * exact.norm()
+@pytest.mark.parametrize("shape", [(5, 768, 768), (3, 3072, 768)], ids=str)
+def test_polar_express_is_that_of_fp64(shape: tuple[int, ...]) -> None:
+    G = torch.randn(shape, device="cuda")
+    found, exact = train_gpt.polar_express(G), train_gpt.polar_express(G.double())
+    assert (found.double() - exact).norm() < 0.02 * exact.norm()

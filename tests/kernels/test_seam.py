@@ -1,6 +1,7 @@
-"""Inside kernels_of a function is its kernel, outside its reference; what the machine wants is what it gets."""
+"""Inside kernels_of a function is its kernel, outside its reference; and what the machine wants."""
 
 import itertools
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import attention
 import triton_kernels as tk
-from bench.kernel_checks import normal
+from common import normal
 
-bf16, fp32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 @pytest.fixture
 def double():
-    """double(x) is 2 x, by its reference; its kernel on `cuda` says so instead."""
+    """double(x) is 2 x by its reference; its kernel on `cuda` says that it was called."""
 
     @tk.has_kernel
     def double(x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -31,9 +31,10 @@ def double():
     return double
 
 
-@pytest.mark.parametrize("device, dtype", itertools.product(("cpu", "meta"), (bf16, fp32, torch.float64)))
+@pytest.mark.parametrize("device, dtype", itertools.product(("cpu", "meta"), (BF16, FP32, FP64)))
 def test_kernel_inside_reference_outside(double, device: str, dtype: torch.dtype) -> None:
-    x, out = torch.ones(3, device=device, dtype=dtype), torch.ones(1)
+    x = torch.ones(3, device=device, dtype=dtype)
+    out = torch.ones(1)
     assert isinstance(double(x), Tensor)
     with tk.kernels_of("cuda"):
         assert double(x) == ("kernel", x, None)
@@ -42,6 +43,7 @@ def test_kernel_inside_reference_outside(double, device: str, dtype: torch.dtype
             assert isinstance(double(x), Tensor)
         assert double(x)[0] == "kernel"
     assert isinstance(double(x), Tensor)
+    assert (double.__name__, double.__doc__) == ("double", "Twice x.")
 
 
 def test_seam_closes_after_an_error(double) -> None:
@@ -50,21 +52,16 @@ def test_seam_closes_after_an_error(double) -> None:
     assert isinstance(double(torch.ones(3)), Tensor)
 
 
-@pytest.mark.parametrize(
-    "dtype, found", [(bf16, True), (torch.float16, True), (torch.float8_e5m2, True), (fp32, False), (torch.float64, False)]
-)
-def test_kernels_serve_16_bits_and_less_of_their_device(double, dtype: torch.dtype, found: bool) -> None:
-    """Tensors cannot be on a GPU here; what is chosen looks at device and dtype alone."""
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float8_e5m2, FP32, FP64])
+def test_kernels_serve_16_bits_and_less_of_their_device(double, dtype: torch.dtype) -> None:
+    """Tensors cannot be on a GPU here; the choice looks at device and dtype alone."""
+    served = dtype.itemsize <= 2
     x = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=dtype)
-    assert (tk.kernel_device(x) == "cuda") == found
-    if found:
+    assert (tk.kernel_device(x) == "cuda") == served
+    if served:
         assert double(x)[0] == "kernel"
     elsewhere = SimpleNamespace(device=SimpleNamespace(type="cpu"), dtype=dtype)
     assert tk.kernel_device(elsewhere) != "cuda"
-
-
-def test_decorated_function_keeps_its_name_and_docstring(double) -> None:
-    assert (double.__name__, double.__doc__) == ("double", "Twice x.")
 
 
 def test_compiled_function_follows_the_seam() -> None:
@@ -72,44 +69,40 @@ def test_compiled_function_follows_the_seam() -> None:
     graphs = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        nodes = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append(any("bankrun" in node for node in nodes))
         return graph.forward
 
     torch._dynamo.reset()
     compiled = torch.compile(lambda X: tk.XXT(X), backend=keep, fullgraph=True, dynamic=False)
-    X = torch.empty(8, 4, dtype=bf16, device="meta")
+    X = torch.empty(8, 4, dtype=BF16, device="meta")
     for forced in ("cpu", "cuda", "cpu", "cuda"):
         with tk.kernels_of(forced):
             assert compiled(X).shape == (8, 8)
     torch._dynamo.reset()
-    assert [any("bankrun" in node for node in nodes) for nodes in graphs] == [False, True]
+    assert graphs == [False, True]
 
 
-@pytest.mark.parametrize("dtype", [bf16, torch.float16, fp32, torch.float64])
-def test_flash_attention_takes_16_bits_on_a_gpu(dtype: torch.dtype) -> None:
-    x = torch.ones(1, dtype=dtype)
-    assert not attention.uses_flash(x)
-    with tk.kernels_of("cuda"):
-        assert attention.uses_flash(x) == (dtype in (bf16, torch.float16))
-
-
-# Every function that has a kernel: what of PyTorch's own, or of a reference's, does its kernel not call?
+# Every function that has a kernel: it launches inside, and not outside.
 
 TOKENS = torch.tensor([3, 0, 3], dtype=torch.int32)
-TARGETS, WEIGHTS = torch.zeros(32, dtype=torch.int64), torch.ones(2)
+TARGETS = torch.zeros(32, dtype=torch.int64)
+WEIGHTS = torch.ones(2)
+TURNS = torch.ones(32, 2, 2)
 SCALES = 0.25, 0.01, 0.002
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CALLS = {
     "XXT": lambda x: tk.XXT(x, x.new_empty(32, 32)),
     "XTX": lambda x: tk.XTX(x, x.new_empty(16, 16)),
     "ba_plus_cAA": lambda x: tk.ba_plus_cAA(x @ x.mT, 1.0, 2.0, x.new_empty(32, 32)),
     "aX_plus_BX": lambda x: tk.aX_plus_BX(x[None], (x @ x.mT)[None], 2.0),
-    "norm_and_rotate_qk": lambda x: attention.norm_and_rotate_qk(x.view(32, 4, 4)[:, :3], torch.ones(32, 2, 2), False, True),
+    "heads": lambda x: tk.norm_and_rotate_qk(x.view(32, 4, 4)[:, :3], TURNS, False, True),
     "relu_squared_mlp": lambda x: tk.relu_squared_mlp(x, x, x),
-    "quantize_fp8": lambda x: tk.quantize_fp8(x, 1.0, torch.float8_e4m3fn),
-    "quantize_fp8_both": lambda x: tk.quantize_fp8_both(x, 1.0, torch.float8_e4m3fn),
-    "softcapped_cross_entropy": lambda x: tk.softcapped_cross_entropy(x, TARGETS, WEIGHTS),
-    "loss_and_fp8_gradient": lambda x: tk.loss_and_fp8_gradient(x, TARGETS, WEIGHTS, 1.0, torch.float8_e5m2),
-    "fp8_head_loss": lambda x: tk.fp8_head_loss(x, x.mT.contiguous(), TARGETS, WEIGHTS, *SCALES),
+    "quantize_fp8": lambda x: tk.quantize_fp8(x, 1.0, E4M3),
+    "quantize_fp8_both": lambda x: tk.quantize_fp8_both(x, 1.0, E4M3),
+    "cross_entropy": lambda x: tk.softcapped_cross_entropy(x, TARGETS, WEIGHTS),
+    "fp8_gradient": lambda x: tk.loss_and_fp8_gradient(x, TARGETS, WEIGHTS, 1.0, E5M2),
+    "fp8_head": lambda x: tk.fp8_head_loss(x, x.mT.contiguous(), TARGETS, WEIGHTS, *SCALES),
     "lookup": lambda x: tk.lookup(x.requires_grad_(), tokens=TOKENS)[0].sum().backward(),
     "transpose_add": lambda x: tk.transpose_add(x, torch.zeros(16, 32, dtype=x.dtype)),
     "transpose_copy": lambda x: tk.transpose_copy(x, torch.zeros(16, 32, dtype=x.dtype)),
@@ -127,31 +120,71 @@ def test_functions_launch_inside_and_not_outside(name: str) -> None:
         assert launched.called
 
 
-def test_fp8_products_are_scaled_mm_inside_and_not_outside() -> None:
-    a, b = (normal(label, (16, 16)).to(torch.float8_e4m3fn) for label in "ab")
+def test_fp8_matmuls_are_scaled_mm_inside_and_not_outside() -> None:
+    a, b = (normal(label, (16, 16)).to(E4M3) for label in "ab")
     with mock.patch.object(torch, "_scaled_mm", side_effect=torch._scaled_mm) as scaled_mm:
-        outside = tk.fp8_matmul(a, b, 0.5, fp32, False)
+        outside = tk.fp8_matmul(a, b, 0.5, FP32, False)
         assert not scaled_mm.called
         with tk.kernels_of("cuda"):
-            inside = tk.fp8_matmul(a, b, 0.5, fp32, False)
+            inside = tk.fp8_matmul(a, b, 0.5, FP32, False)
         assert scaled_mm.called
     size = 0.5 * a.double().abs() @ b.double().abs()
-    assert ((inside.double() - outside.double()).abs() <= 40 * 2.0**-24 * size).all()  # 16 terms summed in another order
+    error = (inside.double() - outside.double()).abs()
+    assert (error <= 40 * 2.0**-24 * size).all()  # 16 terms summed in another order
+
+
+# FlashAttention
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
+def test_flash_attention_takes_16_bits_on_a_gpu(dtype: torch.dtype) -> None:
+    x = torch.ones(1, dtype=dtype)
+    assert not tk.uses_flash(x)
+    with tk.kernels_of("cuda"):
+        assert tk.uses_flash(x) == (dtype in (BF16, FP16))
+
+
+@pytest.mark.parametrize(
+    "package, hopper, line",
+    [
+        ("works", True, "varlen_attn, FA3"),
+        ("none", False, "varlen_attn, FA2"),
+        ("none", True, r"varlen_attn, FA2: .* 7 % longer .*\(flash_attn_interface is not .*\)"),
+        ("broken", True, r"varlen_attn, FA2: .* 7 % longer .*\(RuntimeError: undefined symbol\)"),
+    ],
+)
+def test_the_log_says_which_attention_runs(monkeypatch, package, hopper, line) -> None:
+    """A package of another PyTorch leaves attention as it was."""
+
+    def activate(name: str) -> None:
+        if package == "broken":
+            raise RuntimeError("undefined symbol\nand more")
+
+    found = None if package == "none" else object()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9 if hopper else 8, 0))
+    monkeypatch.setattr(tk.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, False)
+    tk.flash_attention.cache_clear()
+    said = tk.flash_attention()
+    tk.flash_attention.cache_clear()
+    assert re.fullmatch(line, said)
 
 
 # What the machine wants
 
 
 def test_cache_holds_as_many_rows_as_fit() -> None:
-    rows, shape = 7, (7, 3, 5)
-    bank, moments = normal("bank", shape), normal("moments", (7, 3, 1))
-    for limit, sizes in ((1, [1] * rows), (15, [1] * rows), (44, [2, 2, 2, 1]), (45, [3, 3, 1]), (105, [7]), (65_536, [7])):
+    bank, moments = normal("bank", (7, 3, 5)), normal("moments", (7, 3, 1))
+    ones = [1] * 7
+    expected = {1: ones, 15: ones, 44: [2, 2, 2, 1], 45: [3, 3, 1], 105: [7], 65_536: [7]}
+    for limit, sizes in expected.items():
         with mock.patch.object(tk, "CPU_CACHE_ELEMENTS", limit):
             found = list(tk.cache_sized(bank, None, moments))
-        assert [len(piece) for piece, _, _ in found] == sizes
-        assert all(none is None and len(piece) == len(other) for piece, none, other in found)
-        assert torch.equal(torch.cat([piece for piece, _, _ in found]), bank)
-        assert torch.equal(torch.cat([other for _, _, other in found]), moments)
+        pieces, nones, others = zip(*found)
+        assert [len(piece) for piece in pieces] == [len(other) for other in others] == sizes
+        assert set(nones) == {None}
+        assert torch.equal(torch.cat(pieces), bank) and torch.equal(torch.cat(others), moments)
 
 
 def test_pieces_are_views() -> None:
@@ -170,8 +203,9 @@ def test_other_devices_take_all_rows_at_once() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_no_rows_no_pieces(device: str) -> None:
-    """A rank whose share of a bank is all padding."""
-    assert list(tk.cache_sized(torch.empty(0, 3, 5, device=device), torch.empty(0, 3, device=device))) == []
+    """A rank whose shard of a bank is all padding."""
+    empty = torch.empty(0, 3, 5, device=device)
+    assert list(tk.cache_sized(empty, torch.empty(0, 3, device=device))) == []
 
 
 def test_fused_on_gpu_compiles_once_and_only_there() -> None:
@@ -181,7 +215,8 @@ def test_fused_on_gpu_compiles_once_and_only_there() -> None:
         return "plain", x, y
 
     on_gpu, on_cpu = SimpleNamespace(is_cuda=True), torch.ones(2)
-    with mock.patch.object(torch, "compile", return_value=lambda x, y: ("fused", x, y)) as compile:
+    fused = lambda x, y: ("fused", x, y)
+    with mock.patch.object(torch, "compile", return_value=fused) as compile:
         assert add(on_cpu, 3) == ("plain", on_cpu, 3) and not compile.called
         assert add(on_gpu, 3) == add(on_gpu, 3) == ("fused", on_gpu, 3)
         compile.assert_called_once_with(add.__wrapped__, dynamic=False, fullgraph=True)

@@ -1,0 +1,191 @@
+"""What a run on a CPU does differently, and what stands in for Triton where there is none.
+
+Every choice asks PyTorch which units the CPU has, and never a stopwatch. So the same CPU chooses the
+same, and a run repeats its own bits, also when it is resumed. The log says what was chosen; another
+kind of CPU gives other bits. In fp64, and outside of a run, PyTorch computes as it does by itself.
+"""
+
+import ctypes
+import platform
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CPU_BF16 = "CPU with bf16 units"
+CPU_FP32 = "CPU without bf16 units"
+chosen: str | None = None  # one of these during a run on a CPU; set by use_cpu
+
+
+def bf16_units() -> str:
+    """The units of this CPU that multiply bf16 and sum in fp32; empty if it has none."""
+    names = {"AMX": "_is_amx_tile_supported", "AVX512_BF16": "_is_avx512_bf16_supported"}
+    if not torch.backends.mkldnn.is_available():
+        return ""
+    for unit, name in names.items():
+        if hasattr(torch.cpu, name) and getattr(torch.cpu, name)():
+            return unit
+    return ""
+
+
+def rounds_fp32() -> bool:
+    """Whether matmuls now round their fp32 operands: seen in numbers that need 24 bits of mantissa.
+
+    PyTorch's own answer would not do. Without /proc/cpuinfo it sees no units on a CPU with AMX, and
+    oneDNN, which asks the CPU itself, uses them.
+    """
+    x = 1 + torch.arange(64 * 64).view(64, 64) / 4096
+    return not torch.equal(x @ torch.eye(64), x)
+
+
+def use_cpu(compiled: bool = False) -> str:
+    """Choose how matmuls run on this CPU, for the whole process; returns one line for the log.
+
+    With bf16 units the linear maps, the MLP and Polar Express have bf16 operands; attention and LM head
+    stay in fp32. Without such units nothing is in bf16.
+
+    "medium" precision hands fp32 matmuls to oneDNN, which uses all of AVX-512 also on AMD, where MKL
+    uses half of it. Where oneDNN rounds fp32 operands, as on AMX, they stay with MKL.
+
+    compiled: torch.compile would add the gradients of embeddings with atomics, in an order that differs
+    from run to run; it is asked for deterministic code.
+    """
+    global chosen
+    if compiled:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads it
+    units = bf16_units()
+    chosen = CPU_BF16 if units else CPU_FP32
+    torch.set_float32_matmul_precision("medium")
+    rounded = rounds_fp32()
+    if rounded:
+        torch.set_float32_matmul_precision("highest")
+    if platform.libc_ver()[0] == "glibc":
+        # Keep freed memory: faulting its pages in again takes a third of an MLP's time.
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
+    use_onednn = torch.backends.mkldnn.is_available() and not rounded
+    library = "oneDNN" if use_onednn else "PyTorch's own library"
+    narrow = f"bf16 operands by {units}" if units else "no bf16 units"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"products: {narrow}, fp32 by {library}, on {capability}"
+
+
+def forget_cpu() -> None:
+    """Undo use_cpu, for tests and comparisons: matmuls in full precision."""
+    global chosen
+    chosen = None
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+
+
+def polar_express_in_fp32(
+    G: Tensor, coefficients: tuple[tuple[float, float, float], ...]
+) -> Tensor:
+    """Polar Express of G (n, rows, cols) by quintics (a, b, c), in G's dtype or at least fp32.
+
+    A CPU without bf16 units would only lose bits by bf16. A step turns X into X·P, where
+    P = aI + bA + cA² and A = XᵀX, and so A into P·A·P. For a tall X the steps work on the small A and on
+    the product of all P, and X is multiplied twice in all: for cols = rows/4 that takes 0.6 of the
+    operations. Rounding A moves singular values below 3e-4 of the largest; bf16 moves those below 1e-2.
+    """
+    X = G.to(torch.promote_types(G.dtype, torch.float32))
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    if X.size(-2) <= X.size(-1):
+        for a, b, c in coefficients:
+            A = X @ X.mT
+            X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+        return X
+    A = X.mT @ X
+    P = None
+    product = None
+    for a, b, c in coefficients:
+        if P is not None:
+            A = P @ (A @ P)  # all are polynomials in one matrix, so they commute
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        P.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = P if product is None else product @ P
+    return X @ product
+
+
+# -----------------------------------------------------------------------------
+# Reduce-scatter
+
+
+class _Exchange:
+    """A reduce-scatter in flight: each rank gets the others' rows of its shard, and adds them in rank order.
+
+    Faster: gloo's own copies the whole gradient and sums all of it on every rank, for twice the bytes.
+    Must hold: own, a part of grad, is written only after grad has been sent.
+    """
+
+    def __init__(self, own: Tensor, grad: Tensor):
+        self.own = own
+        self.received: Tensor | None = torch.empty_like(grad)
+        self.work = dist.all_to_all_single(self.received, grad, async_op=True)
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.received is not None:
+            torch.sum(self.received.view(-1, len(self.own)), 0, out=self.own)
+            self.received = None
+
+
+def reduce_scatter(own: Tensor, grad: Tensor) -> "dist.Work | _Exchange":
+    """Start the sum of grad (W·n,) over the W ranks. own (n,) holds this rank's rows after wait().
+
+    own may be a part of grad.
+    """
+    if not grad.is_cuda:
+        return _Exchange(own, grad)
+    # Renamed in PyTorch 2.13.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(own, grad, async_op=True)
+
+
+# -----------------------------------------------------------------------------
+# Without Triton, which has no wheel for macOS and some processors, kernels are defined all the same.
+# A CPU launches none of them.
+
+
+class JITFunction:
+    """A kernel that cannot run."""
+
+    def __init__(self, function: Callable):
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+
+    def __getitem__(self, grid: Any) -> Callable:
+        raise RuntimeError(f"{self.__name__} needs Triton: pip install triton, or use the CPU")
+
+
+def _cdiv(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class _Constexpr:
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class TensorDescriptor:
+    @staticmethod
+    def from_tensor(tensor: Any, block_shape: list[int]) -> Any:
+        return tensor
+
+
+tl = SimpleNamespace(constexpr=_Constexpr)
+triton = SimpleNamespace(
+    jit=JITFunction,
+    JITFunction=JITFunction,
+    cdiv=_cdiv,
+    next_power_of_2=_next_power_of_2,
+    knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),
+)
