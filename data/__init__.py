@@ -1,1 +1,1 @@
-"""Data: the shard format, encodings, the loader, and the tools that make shards."""
+"""Data: the shard format, encodings, the loader, and the tools that make or fetch shards."""

@@ -4,21 +4,31 @@ from collections.abc import Callable
 
 import pytest
 import tiktoken
+from tiktoken_ext import openai_public
 
 from data.encodings import load_encoding
 
 
 @pytest.fixture
 def offer_encoding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tiktoken.Encoding]:
-    """offer_encoding(name, end_of_text): tiktoken knows this encoding, and no other, with one merge, "ab" -> 300."""
+    """offer_encoding(name, end_of_text): tiktoken knows this encoding and no other.
+
+    It has the regular expression of gpt2, whose vocabulary must not be downloaded here, and the
+    merges "ab" -> 300, two blanks -> 301, " ab" -> 302.
+    """
 
     def offer(name: str, end_of_text: int | None) -> tiktoken.Encoding:
-        ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 300}
-        special = {"<|endoftext|>": end_of_text} if end_of_text else {}
-        encoding = tiktoken.Encoding(name, pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens=special)
+        ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 300, b"  ": 301, b" ab": 302}
+        encoding = tiktoken.Encoding(
+            name,
+            pat_str=openai_public.r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens={"<|endoftext|>": end_of_text} if end_of_text else {},
+        )
         monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: [name])
         monkeypatch.setattr(tiktoken, "get_encoding", {name: encoding}.__getitem__)
         load_encoding.cache_clear()
         return encoding
 
-    return offer
+    yield offer
+    load_encoding.cache_clear()
