@@ -1,121 +1,328 @@
 """Did the idea work? Compares the logs of some runs with those of a baseline.
 
-    python records/compare.py BASELINE NEW [MORE…] [--pairs] [--source] [--rules] [--snippet] [--plot out.png] [--json]
+./run.sh records/compare.py BASELINE NEW [MORE…] [--pairs] [--at STEP] [--source] [--rules]
+                            [--snippet] [--plot out.png] [--json]
 
-Each of them is a log, a folder of logs (*.txt, *.log, at any depth) or a glob in quotes; a log that several of them name
-belongs to the one that names the fewest. How many runs it takes: plan.py.
+Each argument is a log, a folder of logs (*.txt, *.log) or a glob in quotes. How many runs it
+takes: plan.py.
 """
 
 import argparse
+import difflib
 import json
 import math
-import shutil
+import re
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]  # also where Python leaves it out: PYTHONSAFEPATH
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import older  # noqa: F401, first of all
-import rules
-import show
-import tool
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 import verdict
-from changes import environment_differences
-from groups import Group, InputError, gather_all
-from launch.console import PICTURES, output_file
-from t_tests import mean  # history.py's
+from groups import Group, InputError, changed_files, gather_all, names, plural
+from runlog import RunLog, shown
+from t_tests import P
+from verdict import figure
 
-__all__ = ["main", "mean", "report"]
+# fmt: off
+TIME = (
+    ("runs",   lambda row: row["runs"],                            "d"),
+    ("steps",  lambda row: row["steps"],                           "d"),
+    ("time s", lambda row: row["time_mean"],                       ".3f"),
+    ("σ",      lambda row: row["time_sigma"],                      ".3f"),
+    ("Δ",      lambda row: row["time"].mean if "time" in row else math.nan, "+.3f"),
+    ("p",      lambda row: row.get("time_p_holm", math.nan),       ""),
+)
+LOSS = (
+    ("loss",   lambda row: row["loss_mean"],                       ".5f"),
+    ("σ",      lambda row: row["loss_sigma"],                      ".5f"),
+    ("Δ",      lambda row: row["loss"].mean if "loss" in row else math.nan, "+.5f"),
+    ("p",      lambda row: row.get("loss_p_holm", math.nan),       ""),
+)
+# fmt: on
 
 
-def report(groups: list[Group], target: float, console, pairs: bool = False) -> list[dict]:
-    """The table and verdicts of groups, the first being the baseline, on a rich console; all figures. pairs: verdict.compare's."""
-    rows = verdict.compare(groups, target, pairs)
-    show.report(rows, groups, target, console)
-    return rows
+# ----------------------------------------------------------------------------------------------
+# The report
 
 
-def for_programs(value):
-    """For JSON: nan, which it has not, as null; tuples with names as objects."""
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """A line as it is: no markup, and nothing of a foreign log moves the cursor."""
+    console.print(shown(text), style=style, highlight=False, markup=False)
+
+
+def report(rows: list[dict], groups: list[Group], target: float, console: Console) -> None:
+    """Table, single figures, what was set aside, what changed, verdicts and their cautions."""
+    print_tables(rows, target, console)
+    console.print()
+    for row in rows:
+        say(console, f"{row['name']} losses: {', '.join(f'{x:.4f}' for x in row['losses'])}")
+        say(console, f"{row['name']} times, s: {', '.join(f'{x:.3f}' for x in row['times'])}")
+    for row, group in zip(rows, groups):
+        for item in row["set_aside"]:
+            say(console, f"set aside: {item}", "yellow")
+        for item in row["problems"]:
+            say(console, f"note: {item}", "dim")
+        differ = [x for x in group.runs[0].facts if len({r.facts.get(x) for r in group.runs}) > 1]
+        if differ:
+            say(console, f"note: the runs of {group.name} differ in {', '.join(differ)}", "yellow")
+    for row, group in zip(rows[1:], groups[1:]):
+        say(console, changes(groups[0], group))
+    console.print()
+    for row in rows:
+        for i, sentence in enumerate(row["sentences"]):
+            say(console, f"{'  ' if i else title(row) + ': '}{sentence}", "bold")
+        for caution in row["cautions"]:
+            say(console, f"  but: {caution}", "yellow")
+
+
+def title(row: dict) -> str:
+    aside = len(row["set_aside"])
+    return f"{row['name']} ({aside} of {row['runs'] + aside} set aside)" if aside else row["name"]
+
+
+def print_tables(rows: list[dict], target: float, console: Console) -> None:
+    """One table; two on a terminal that is too narrow."""
+    loss = (*LOSS, (f"p(<{target:g})", lambda row: row["p_below_target"], ""))
+    table = make_table(rows, (*TIME, *loss), console)
+    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+        console.print(table)
+    else:
+        console.print(make_table(rows, TIME, console))
+        console.print(make_table(rows, loss, console))
+
+
+def make_table(rows: list[dict], columns: tuple, console: Console) -> Table:
+    """A row for each group; lines of Markdown in a pipe."""
+    style = box.SIMPLE_HEAD if console.is_terminal else box.MARKDOWN
+    table = Table("", box=style)
+    for header, _, _ in columns:
+        holm = " Holm" if header == "p" and len(rows) > 2 else ""
+        table.add_column(header + holm, justify="right", no_wrap=True)
+    for row in rows:
+        figures = (figure(value(row), form) for _, value, form in columns)
+        table.add_row(Text(row["name"]), *figures)
+    return table
+
+
+# ----------------------------------------------------------------------------------------------
+# What changed
+
+
+def diffs(a: RunLog, b: RunLog) -> list[tuple[str, list[str]]]:
+    """(path, unified diff) of each source that differs in more than comments."""
+    found = []
+    for name in changed_files(a, b):
+        name_a = a.script[0] if name == b.script[0] else name
+        before, after = (
+            log.sources.get(path, b"").decode("utf-8", "replace").splitlines()
+            for log, path in ((a, name_a), (b, name))
+        )
+        titles = (f"{a.path}: {name_a}", f"{b.path}: {name}")
+        found.append((name, [*difflib.unified_diff(before, after, *titles, lineterm="")]))
+    return found
+
+
+def fact_changes(baseline: Group, group: Group) -> list[tuple[str, str, str]]:
+    """(name, before, after) of facts of the environments and settings that differ."""
+    found = []
+    for what in ("facts", "recipe_settings"):
+        before, after = (getattr(side.runs[0], what) for side in (baseline, group))
+        for name in {**after, **before}:
+            if before.get(name) != after.get(name) and name != "instructions":  # of products
+                option = name if what == "facts" else f"--{name}"
+                found.append((option, before.get(name, "(none)"), after.get(name, "(none)")))
+    return found
+
+
+def changes(baseline: Group, group: Group) -> str:
+    """In a line, of the first run of each."""
+    a, b = baseline.runs[0], group.runs[0]
+    pieces = []
+    for name, lines in diffs(a, b):
+        added, removed = (sum(line.startswith(sign) for line in lines[2:]) for sign in "+-")
+        pieces.append(f"{name} +{added} −{removed}")
+    for side in (baseline, group):
+        if not side.runs[0].sources:
+            pieces.append(f"the logs of {side.name} hold no sources")
+    for name, before, after in fact_changes(baseline, group):
+        pieces.append(f"{name} {before} → {after}")
+    return f"{group.name} changes: {'; '.join(pieces) or 'nothing'}"
+
+
+def print_changes(baseline: Group, group: Group, console: Console) -> None:
+    """The diff of the sources and environments of the first run of each."""
+    colours = {"+": "green", "-": "red", "@": "cyan"}
+    lines = [line for _, diff in diffs(baseline.runs[0], group.runs[0]) for line in diff]
+    for log in (baseline.runs[0], group.runs[0]):
+        if log.source_changes:
+            lines += [f"{log.path}: resumed with changed source", *log.source_changes.split("\n")]
+    for name, before, after in fact_changes(baseline, group):
+        lines += [f"-{name}: {before}", f"+{name}: {after}"]
+    for line in lines:
+        console.print(shown(line), style=colours.get(line[:1]), markup=False, soft_wrap=True)
+
+
+# ----------------------------------------------------------------------------------------------
+# The rules of a record
+
+HOLDS, BROKEN, READ = "[x]", "[!]", "[ ]"
+COMPILER_FLAG = re.compile(r"(?i)inductor|dynamo|functorch|torch_compile|torch\.compile\(")
+
+
+def check_list(baseline: Group, group: Group, row: dict, target: float) -> list[str]:
+    """A line a rule of README.md: [x] the logs say so, [!] they say otherwise, [ ] read it."""
+    a, b = baseline.runs[0], group.runs[0]
+    shards = verdict.other_tokens(a, b)
+    data, clock = (same_folder(a, b, folder) for folder in ("data/", "runtime/"))
+    if shards:
+        data = (BROKEN, f"other tokens in {names(shards)}")
+    elif data[0] == HOLDS and not (a.shards and b.shards):
+        data = (READ, f"{data[1]}; the logs do not tell what the shards hold")
+    below, time, seeds = row["p_below_target"], row["time"], row["seeds"]
+    faster = row["time_p_holm"] < P and time.mean < 0
+    speed = f"{time.mean:+.3f} s, p = {figure(row['time_p_holm']) or 'undefined'}"
+    changed = changed_files(a, b)
+    source = all(run.sources and not run.source_changes for run in group.runs)
+    lines = [
+        ("The data stream is the baseline's", *data),
+        (f"Mean loss below {target:g} at p < {P:g}", HOLDS if below < P else BROKEN,
+         f"{row['loss_mean']:.5f}, p = {figure(below) or 'undefined'}"),
+        ("The clock is the baseline's", *clock),
+        ("No extra compiler flags", *compiler_flags(a, b)),
+        ("The source is in the log", HOLDS if source else BROKEN, plural(len(b.sources), "file")),
+        (f"Faster at p < {P:g}, on one machine",
+         BROKEN if not faster else HOLDS if row["machines_known"] else READ,
+         row["times_do_not_compare"] or speed),
+        ("Every run has its own seed",
+         READ if None in seeds else HOLDS if len({*seeds}) == len(seeds) else BROKEN,
+         ", ".join(map(str, seeds))),
+        ("The number of runs was fixed before", READ,
+         f"{plural(row['runs'], 'run')}, {len(row['set_aside'])} set aside; logs cannot tell of others"),
+        ("The script's use of data, clock and validation is the baseline's", READ if changed else HOLDS,
+         f"read the diff of {names(changed)}" if changed else "no source differs"),
+    ]  # fmt: skip
+    return [f"- {mark} {rule}: {evidence}" for rule, mark, evidence in lines]
+
+
+def same_folder(a: RunLog, b: RunLog, folder: str) -> tuple[str, str]:
+    """Whether the sources below a folder are the same, and the evidence."""
+    if not any(name.startswith(folder) for name in {**a.sources, **b.sources}):
+        return READ, f"no {folder} in the logs: read the script's diff"
+    differ = changed_files(a, b, folder)
+    return (BROKEN, f"changed: {names(differ)}") if differ else (HOLDS, f"the same {folder}")
+
+
+def compiler_flags(a: RunLog, b: RunLog) -> tuple[str, str]:
+    """Added lines, and variables of the environment, that name the compiler."""
+    added = [line[1:].strip() for _, diff in diffs(a, b) for line in diff[2:] if line[:1] == "+"]
+    before = a.facts.get("variables", "").split(", ")
+    added += [x for x in b.facts.get("variables", "").split(", ") if x not in before]
+    found = [text[:80] for text in added if COMPILER_FLAG.search(text)]
+    return (READ, f"added: {names(found)}") if found else (HOLDS, "no added line names one")
+
+
+def snippet(baseline: dict, row: dict, target: float) -> list[str]:
+    """For the public speedrun's README: its row, and Python that prints figures and p-values."""
+    where = row["times_do_not_compare"] or "on one machine" * row["machines_known"]
+    below = f"scipy.stats.ttest_1samp(losses, {target:g}, alternative='less').pvalue"
+    faster = "scipy.stats.ttest_ind(times, baseline_times, equal_var=False).pvalue"
+    lines = [
+        "| # | Record time | Description | Date | Log | Contributors |",
+        "| - | - | - | - | - | - |",
+        f"| <number> | {figure(row['time_mean'] / 60, '.3f') or '?'} minutes | <description> "
+        "| <date> | [log](<folder>) | <names> |",
+        "",
+        "```python",
+        "import scipy.stats, statistics",
+        "",
+        f"losses = {row['losses']}",
+        f"times = {row['times']}  # seconds",
+        f"baseline_times = {baseline['times']}  # {where or '<same machine?>'}",
+        'print("loss mean:", statistics.fmean(losses))',
+        'print("loss sigma:", statistics.stdev(losses))',
+        f'print("p of a mean below {target:g}:", {below})',
+        'print("time mean:", statistics.fmean(times))',
+    ]
+    if not row["times_do_not_compare"]:
+        lines.append(f'print("p of another time:", {faster})')
+    return [*lines, "```"]
+
+
+# ----------------------------------------------------------------------------------------------
+# Command line
+
+
+def for_json(value):
+    """nan, which JSON has not, as null; named tuples as objects."""
+    if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
-        return {key: for_programs(item) for key, item in value.items()}
+        return {key: for_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [for_programs(item) for item in value]
+        return [for_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_json(groups: list[Group], target: float, pairs: bool) -> None:
-    rows = verdict.compare(groups, target, pairs)
-    for row, group in zip(rows, groups, strict=True):
-        changes = environment_differences(groups[0], group)
-        row["environment_changes"] = [{"what": what, "before": before, "after": after} for what, before, after in changes]
-    print(json.dumps(for_programs({"target": target, "groups": rows}), indent=1))
-
-
-def reader_left() -> None:
-    """Instead of rich's end of the process with code 1; main knows what to do."""
-    raise BrokenPipeError
-
-
-def print_for_people(groups: list[Group], options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    shown = sys.stdout.isatty()  # whatever FORCE_COLOR says: what reads a pipe reads Markdown
-    width = shutil.get_terminal_size().columns if shown else 1000  # rich would take a COLUMNS=0 for one
-    console = Console(emoji=False, force_terminal=shown, soft_wrap=not shown, width=width)
-    console.on_broken_pipe = reader_left
-    rows = report(groups, options.target, console, options.pairs)
-    for row, group in zip(rows[1:], groups[1:], strict=True):
+def print_all(groups: list[Group], options: argparse.Namespace) -> None:
+    rows = verdict.compare(groups, options.target, options.pairs)
+    if options.json:
+        print(json.dumps(for_json({"target": options.target, "groups": rows}), indent=1))
+        return
+    piped = not sys.stdout.isatty()
+    console = Console(emoji=False, width=1000 if piped else None, soft_wrap=piped)
+    report(rows, groups, options.target, console)
+    for row, group in zip(rows[1:], groups[1:]):
         if options.source:
-            show.print_changes(groups[0], group, console)
+            print_changes(groups[0], group, console)
         if options.rules:
-            show.say(console, "\n" + rules.check_list(groups[0], group, row, options.target), lines=True)
+            print(f"\n{row['name']}:")
+            for line in check_list(groups[0], group, row, options.target):
+                print(shown(line))
         if options.snippet:
-            show.say(console, "\n" + rules.snippet(rows[0], row, options.target), wrap=False, lines=True)
+            print()
+            for line in snippet(rows[0], row, options.target):
+                print(shown(line))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line. Raises SystemExit with code 1 after a message for logs that cannot be compared, 2 for wrong options."""
-    parser = tool.Parser("compare.py", __doc__)
-    parser.add_argument("groups", nargs="+", metavar="LOGS", help="a log, a folder or a glob; the first is the baseline")
-    parser.add_argument("--target", type=tool.above_zero, default=3.28, help="the loss to be below (%(default)s)")
-    parser.add_argument("--pairs", action="store_true", help="runs alternated: compare those of one seed, pair by pair")
-    parser.add_argument("--any-source", action="store_true", help="take runs of a group for one kind whatever their sources")
-    parser.add_argument("--at", type=int, metavar="STEP", help="compare the runs as if they had ended at this step")
-    parser.add_argument("--source", action="store_true", help="diff of the sources and environments, baseline against each")
-    parser.add_argument("--rules", action="store_true", help="the rules of a record, with what the logs prove of them")
-    parser.add_argument("--snippet", action="store_true", help="for the public speedrun's README: row, figures and their proof")
-    parser.add_argument("--plot", type=output_file(*PICTURES), metavar="PNG", help="draw losses and step times into this file")
-    parser.add_argument("--json", action="store_true", help="all figures as JSON, for programs")
+    """Raises SystemExit with a message for logs that cannot be compared."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    add = parser.add_argument
+    add(
+        "groups", nargs="+", metavar="LOGS", help="a log, folder or glob; the first is the baseline"
+    )
+    add("--target", type=float, help="the loss to be below (3.28; the demo's, of bytes, 1.22)")
+    add("--pairs", action="store_true", help="runs that alternated: compare seed by seed")
+    add("--at", type=int, metavar="STEP", help="as if the runs had ended at this step")
+    add("--source", action="store_true", help="diff of sources and environments")
+    add("--rules", action="store_true", help="the rules of a record, with what the logs tell")
+    add("--snippet", action="store_true", help="row and figures for the public speedrun's README")
+    add("--plot", metavar="PNG", help="draw losses and step times into this file")
+    add("--json", action="store_true", help="all figures, for programs")
     options = parser.parse_args(argv)
-    asked = [f"--{name}" for name in ("source", "rules", "snippet", "pairs") if getattr(options, name)]
-    if asked and len(options.groups) < 2:
-        parser.error(f"{asked[0]} takes a baseline and another group of LOGS: name both")
-    if options.json and asked and asked != ["--pairs"]:
-        parser.error(f"--json goes without {asked[0]}, which is for people")
+    if options.plot and Path(options.plot).suffix not in (".png", ".pdf", ".svg"):
+        parser.error(f"--plot={options.plot}: must end in .png, .pdf or .svg")
     try:
-        groups = gather_all(options.groups, options.any_source, options.at)
-        logs = [log.path for group in groups for log in group.logs]
-        if options.plot and options.plot.exists() and any(map(options.plot.samefile, logs)):
-            raise InputError(f"--plot={options.plot}: is one of the logs: name another file")
-        groups = verdict.in_pairs(groups) if options.pairs else groups  # of each figure, picture and rule
-        if options.plot:  # before prints, as the reader of a pipe may have enough
-            from plot import draw
-
-            draw(groups, options.target, options.plot, options.pairs)
-        if options.json:
-            print_json(groups, options.target, options.pairs)
-        else:
-            print_for_people(groups, options)
-    except BrokenPipeError:  # for tool.run
-        raise
-    except (InputError, OSError, ValueError) as error:
+        groups = gather_all(options.groups, options.at)
+        if options.pairs:
+            groups = verdict.in_pairs(groups)
+    except InputError as error:
         raise SystemExit(f"compare.py: error: {error}") from None
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"compare.py: error: {error}. Try: pip install -r records/requirements.txt") from None
+    if options.target is None:
+        in_bytes = groups[0].runs[0].settings.get("encoding") == "'bytes'"
+        options.target = 1.22 if in_bytes else 3.28
+    if options.plot:
+        from plot import draw
+
+        draw(groups, options.target, options.plot, options.pairs)
+    print_all(groups, options)
 
 
 if __name__ == "__main__":
-    tool.run(main)
+    main()
