@@ -1,60 +1,522 @@
-"""Every GPU kernel at the sizes of the record preset: what it must do, what it was compiled to, and on a GPU how fast it is.
+"""Every GPU kernel: what must hold of it, what it compiles to for an H100, and how fast it is.
 
-    python bench/kernels.py              # one table; the measured columns appear on a CUDA machine
-    python bench/kernels.py transpose    # only kernels whose name holds this, or one of several such parts
-    python bench/kernels.py loss --loops # instead, the instructions of their innermost loops on an H100
+    ./run.sh bench/kernels.py              # a table at the record preset's sizes; on a GPU with times
+    ./run.sh bench/kernels.py transpose    # the kernels whose name holds this, or one of several
 
-Without a GPU the kernels are compiled all the same, for an H100, by the compiler inside Triton; nothing is run.
+Without a GPU the kernels are compiled for an H100 by the compiler inside Triton; nothing is run.
+tests/kernels calls the checks, which need no Triton but its interpreter's stand-in.
 """
 
+import argparse
+import contextlib
+import functools
+import itertools
+import math
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from launch.environment import go_on
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if __name__ == "__main__":
-    go_on("requirements.txt", "torch", "triton")
-
-
-from launch import others_code
-from launch.console import until_reader_leaves  # before PyTorch, whose threads launch tells how to wait
-
+import numpy as np
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
-import attention
 import triton_kernels as tk
-from bench.communication import model_parameters, rows_of
-from bench.settings import largest_batch
-from train_gpt import FP8_GRAD_SCALE, FP8_X_SCALE, PARAM_TABLE, VALUE_LAYERS, Hyperparameters
+from bench.settings import largest_batch, markdown, model_of
+from triton_kernels import tl, triton  # or what stands in for them
 
-BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_add_exp2 = tk._add_exp2  # a kernel takes the names of its file
 
-# Operations a second: matrix units in bf16 (dense), and special functions (exponential, reciprocal: 16 a clock and processor,
-# 132 processors at 1.98 GHz). An H200 has the same, and faster memory.
-MATRIX_LIMIT, SPECIAL_LIMIT = 989e12, 16 * 132 * 1.98e9
-MEMORY_LIMITS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
+# -----------------------------------------------------------------------------
+# What must hold. The checks call the public functions inside kernels_of("cuda"). Every tensor that
+# a launcher allocates comes out of `guarded`: full of NaN, so that an element not written is seen,
+# and between guards, so that one written outside is seen. Errors are measured against fp64 and
+# bounded by what the formats round: unit roundoff of the result once, of fp32 once a term of a sum.
+
+U32 = 2.0**-24  # unit roundoff of fp32: the largest relative error of rounding to nearest
+UNIT = {FP32: U32, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+SMALLEST = {FP32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # normal in fp32
+GUARD = 256  # elements
+
+
+def normal(label: str, shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
+    """fp32 standard normal numbers, times scale, that depend on label and shape alone."""
+    generator = np.random.Generator(np.random.Philox(zlib.crc32(label.encode())))
+    return torch.from_numpy(generator.standard_normal(shape).astype(np.float32)) * scale
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Tensors allocated inside hold NaN (all bits set), between guards that must stay untouched."""
+    wholes = []
+    new_empty = torch.Tensor.new_empty
+
+    def allocate(shape, *, device=None, dtype=None, **_) -> Tensor:
+        dtype = dtype or FP32
+        size = math.prod(shape)
+        count = (size + 2 * GUARD) * dtype.itemsize
+        whole = torch.full((count,), 255, dtype=torch.uint8, device=device)
+        wholes.append((whole, dtype.itemsize))
+        return whole.view(dtype)[GUARD : GUARD + size].view(shape)
+
+    def flat(shape: tuple) -> tuple:
+        return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+
+    def like(x: Tensor, dtype: torch.dtype | None = None, **_) -> Tensor:
+        return allocate(x.shape, device=x.device, dtype=dtype or x.dtype)
+
+    def new(x: Tensor, *shape, dtype: torch.dtype | None = None, **options) -> Tensor:
+        if options:  # the interpreter's own
+            return new_empty(x, *shape, dtype=dtype, **options)
+        return allocate(flat(shape), device=x.device, dtype=dtype or x.dtype)
+
+    def empty(*shape, **options) -> Tensor:
+        return allocate(flat(shape), **options)
+
+    def zeros(*shape, **options) -> Tensor:
+        return empty(*shape, **options).zero_()
+
+    with (
+        mock.patch.multiple(torch, empty=empty, zeros=zeros, empty_like=like),
+        mock.patch.object(torch.Tensor, "new_empty", new),
+    ):
+        yield
+    for whole, size in wholes:
+        guards = torch.cat((whole[: GUARD * size], whole[-GUARD * size :]))
+        assert (guards == 255).all(), "written outside"
+
+
+@contextlib.contextmanager
+def kernels_in_guards() -> Iterator[None]:
+    """The GPU's kernels, whatever the tensors, with all that they allocate between guards."""
+    with tk.kernels_of("cuda"), guarded():
+        yield
+
+
+def in_guards(x: Tensor) -> Tensor:
+    """A copy of x that lies between guards; call inside `guarded`."""
+    return torch.empty_like(x).copy_(x)
+
+
+def assert_within(found: Tensor, exact: Tensor, bound: Tensor) -> None:
+    """NaN exactly where `exact` is NaN, else off by at most `bound`: inf where the format overflows."""
+    wrong = (found.isnan() != exact.isnan()).sum()
+    assert wrong == 0, f"{wrong} elements are NaN or are not"
+    excess = ((found.double() - exact).abs() - bound).masked_fill(exact.isnan(), -1.0)
+    overflow = bound.isinf() & exact.isfinite()
+    assert (found[overflow].abs() >= torch.finfo(found.dtype).max * 0.99).all()
+    assert (found[overflow] * exact[overflow] > 0).all()
+    excess = excess.masked_fill(overflow, -1.0)
+    off = (excess > 0).sum()
+    assert off == 0, f"{off} elements off, one by {excess.max():.3g} more than allowed"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN equals itself, -0 is not 0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b)))
+
+
+def rounded(exact: Tensor, size: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
+    """The error of `terms` products summed in fp32, of absolute sum `size`, then rounded to dtype."""
+    bound = (terms + 8) * U32 * size + UNIT[dtype] * exact.abs() * (1 + 2.0**-6) + SMALLEST[dtype]
+    return bound.masked_fill(exact.abs() + bound > torch.finfo(dtype).max, math.inf)
+
+
+def sample(
+    label: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, values: str = "random"
+) -> Tensor:
+    """values: random, zeros, equal, large (± a hundred), nan (one element in the middle)."""
+    if values in ("zeros", "equal"):
+        return torch.full(shape, 0.0 if values == "zeros" else 0.75, dtype=dtype, device=device)
+    x = normal(label, shape)
+    if values == "large":
+        x = x.sign() * 100
+    if values == "nan":
+        x.view(-1)[x.numel() // 2] = math.nan
+    return x.to(device, dtype)
+
+
+# Symmetric products
+
+
+def check_product(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, values: str, given_out: bool, device: str
+) -> None:
+    """shape of X; for ba_plus_cAA, A is square of its last size."""
+    X = sample("X", shape, dtype, device, values)
+    n = shape[-1 if name in ("XTX", "ba_plus_cAA", "aX_plus_XB") else -2]
+    square = sample("A", (*shape[:-2], n, n), dtype, device, values)
+    A = (square + square.mT) / 2  # rounds to something symmetric
+    wide = X.double()
+    square = A.double()
+    beta = -2.5
+    alpha = 0.5
+    left, right, addend = {
+        "XXT": (wide, wide.mT, 0 * (wide @ wide.mT).nan_to_num(0.0, 0.0, 0.0)),
+        "XTX": (wide.mT, wide, 0 * (wide.mT @ wide).nan_to_num(0.0, 0.0, 0.0)),
+        "ba_plus_cAA": (alpha * square, square.mT, beta * square),
+        "aX_plus_BX": (square, wide, beta * wide),
+        "aX_plus_XB": (wide, square, beta * wide),
+    }[name]
+    exact = left @ right + addend
+    with kernels_in_guards():
+        out = torch.empty(exact.shape, device=device, dtype=dtype) if given_out else None
+        found = {
+            "XXT": lambda: tk.XXT(X, out),
+            "XTX": lambda: tk.XTX(X, out),
+            "ba_plus_cAA": lambda: tk.ba_plus_cAA(A, beta, alpha, out),
+            "aX_plus_BX": lambda: tk.aX_plus_BX(X, A, beta),
+            "aX_plus_XB": lambda: tk.aX_plus_BX(X, A, beta, right=True),
+        }[name]()
+    assert found.dtype == dtype and found.is_contiguous() and (out is None or found is out)
+    size = left.abs() @ right.abs() + addend.abs()
+    assert_within(found, exact, rounded(exact, size, left.size(-1), dtype))
+    if name in ("XXT", "XTX", "ba_plus_cAA"):
+        for i in range(128, n, 128):  # what lies above the diagonal tiles is a copy, to the bit
+            assert same_bits(found[..., i - 128 : i, i:], found[..., i:, i - 128 : i].mT)
+
+
+# Norm and rotation of q and k
+
+
+def exact_heads(
+    qkv: Tensor, table: Tensor, paired: bool, key_offset: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition: each head by its own position, and offset dims by their own row."""
+    q, k, v = qkv.chunk(3, 1)
+    T, H, D = q.shape
+    places = (torch.arange(n, device=qkv.device) for n in (T, H, D))
+    t, head, dim = torch.meshgrid(*places, indexing="ij")
+    position = 2 * t[..., 0] + head[..., 0] % 2 if paired else t[..., 0]
+    c, minus_s = table[position].unbind(-1)  # (T, H, D/2)
+
+    def turned(x: Tensor) -> Tensor:
+        n = x / (x.square().mean(-1, keepdim=True) + tk.RMS_EPS).sqrt()
+        even, odd = n.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((c * even - minus_s * odd, c * odd + minus_s * even), -1).flatten(-2)
+
+    back = (dim >= D // 2) & key_offset
+    return turned(q), turned(k).gather(0, (t - back.long()).clamp(min=0)), v
+
+
+def check_norm_and_rotate(
+    sizes: tuple, paired: bool, key_offset: bool, dtype: torch.dtype, values: str, device: str
+) -> None:
+    """Results and the gradient of qkv; sizes: tokens, heads, dims of a head. The table is bf16's."""
+    T, H, D = sizes
+    angle = normal("angles", (2 * T, D // 2)).to(device) * 3
+    table = torch.stack((angle.cos(), -angle.sin()), -1).bfloat16().to(dtype)
+    qkv = sample("qkv", (T, 3 * H, D), dtype, device, values)
+    grads = [sample(f"d{name}", (T, H, D), dtype, device) for name in "qkv"]
+    with kernels_in_guards():
+        leaf = qkv.clone().requires_grad_()
+        found = tk.norm_and_rotate_qk(leaf, table, paired, key_offset)
+        (found_grad,) = torch.autograd.grad(found, leaf, grads)
+    wide = qkv.double().requires_grad_()
+    exact = exact_heads(wide, table.double(), paired, key_offset)
+    (exact_grad,) = torch.autograd.grad(exact, wide, [g.double() for g in grads])
+
+    q, k, v = (x.detach() for x in found)
+    assert v.data_ptr() == leaf.data_ptr() + 2 * H * D * dtype.itemsize  # a view
+    assert v.stride() == (3 * H * D, D, 1)
+    assert all(x.is_contiguous() and x.dtype == dtype and x.shape == sizes for x in (q, k))
+    r = (1 / (qkv.double().square().mean(-1, keepdim=True) + tk.RMS_EPS).sqrt()).nan_to_num(0.0)
+    n = (r * qkv.double().abs()).nan_to_num(0.0)
+    largest = n.amax(-1, keepdim=True)
+    mean = n.mean(-1, keepdim=True)
+    size = torch.maximum(largest, largest.roll(1, 0))  # of a token, or the one before
+    size = 2 * size[:, : 2 * H]  # of two dims turned
+    for x, y, bound in zip((q, k), exact, size.chunk(2, 1)):
+        assert_within(x, y.detach(), rounded(y.detach(), bound, D + 16, dtype))
+    # r·(Rᵀ·dy − R⁻¹·y·mean(dy·y)): the saved y is rounded to dtype, and enters twice;
+    # a dy of k may be the sum of two tokens'.
+    dy = torch.cat(grads, 1).double().abs().amax(-1, keepdim=True)
+    size = (r * 2 * (dy + dy.roll(-1, 0)) * (1 + largest * mean)).expand_as(exact_grad)
+    bound = rounded(exact_grad, size, D + 40, dtype) + 2 * UNIT[dtype] * (1 + UNIT[dtype]) * size
+    assert_within(found_grad[:, : 2 * H], exact_grad[:, : 2 * H], bound[:, : 2 * H])
+    assert torch.equal(found_grad[:, 2 * H :], grads[2])
+
+
+def check_model(device: str) -> None:
+    """A small model's loss and gradients in fp32 are the same by kernels and by references."""
+    from train_gpt import ForwardSchedule, Hyperparameters
+
+    T = 40
+    small = dict(vocab_size=128, bigram_rows=300, num_heads=4, head_dim=12, model_dim=48)
+    model = model_of(Hyperparameters(**small), T).float().to(device)
+    labels, results = [label for label, _ in model.named_parameters()], []
+    with torch.no_grad():
+        for label, param in model.named_parameters():
+            param.add_(normal(label, tuple(param.shape), 0.1).to(device))
+    ids = (normal("tokens", (T,)).abs() * 1e6).long().to(device) % 128
+    starts = torch.tensor([0, 11, T, T], dtype=torch.int32, device=device)
+    schedule = ForwardSchedule(torch.tensor([1.0, 0.5], device=device), 7, 20)
+    for kind in ("cuda", "cpu"):
+        with tk.kernels_of(kind):
+            loss = model(ids.int(), ids.roll(-1), starts, schedule)
+            results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    # Eleven layers of some ten operations, each a few roundings of its own, and sums of up to
+    # 192 terms in another order.
+    for label, found, exact in zip(("loss", *labels), *results):
+        assert (found - exact).norm() <= 1000 * U32 * exact.norm(), label
+
+
+# MLP
+
+
+def check_relu_squared(
+    sizes: tuple, dtype: torch.dtype, values: str, device: str, tma: bool | None = None
+) -> None:
+    """Both kernels; sizes: tokens, dim, hidden; tma: by descriptors or not, else as on the chip."""
+    if tma is not None:  # and fewer programs than tiles, so that programs do several
+        few = tk.Chip(3, tk.H100.shared_memory - (not tma))
+        with mock.patch.object(tk, "chip", lambda device: few):
+            return check_relu_squared(sizes, dtype, values, device)
+    tokens, dim, hidden = sizes
+    x = sample("x", (tokens, dim), dtype, device, values)
+    w = sample("w", (hidden, dim), dtype, device) * 0.25
+    with guarded():
+        activation = tk.launch_relu_squared(x, w, None)
+    h = x.double() @ w.double().mT
+    dh = (dim + 8) * U32 * (x.double().abs() @ w.double().mT.abs())
+    r = torch.where(h < 0, 0.0, h)
+    exact = r * r
+    error = 2 * r * dh + dh * dh
+    assert_within(activation, exact, rounded(exact, error, 0, dtype) + error)
+
+    if values == "large":  # as an input of its own: finite in fp16 too
+        activation = torch.full_like(activation, 10000.0)
+    grad = sample("grad", (tokens, dim), dtype, device)
+    with guarded():
+        grad_h = tk.launch_relu_squared(grad, w, activation)
+    slope = 2 * activation.double().sqrt()
+    product = grad.double() @ w.double().mT
+    size = grad.double().abs() @ w.double().abs().mT
+    assert_within(grad_h, product * slope, rounded(product * slope, size * slope, dim, dtype))
+
+
+def check_mlp_gradients(device: str) -> None:
+    """The whole MLP in fp32, result and gradients, against the plain formula in fp64."""
+    shapes = {"x": (150, 48), "W_fc": (304, 48), "W_proj": (304, 48)}
+    x, W_fc, W_proj = (sample(label, shape, FP32, device) for label, shape in shapes.items())
+    grad = sample("g", (150, 48), FP32, device)
+    results = []
+
+    def plain(x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+        return torch.relu(x @ fc.mT) ** 2 @ proj
+
+    for function, dtype in ((tk.relu_squared_mlp, FP32), (plain, torch.float64)):
+        inputs = [t.to(dtype).requires_grad_() for t in (x, W_fc, W_proj)]
+        with tk.kernels_of("cuda"):
+            out = function(*inputs)
+        results.append((out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))))
+    for found, exact in zip(*results):
+        # Chains of sums of at most 304 and 150 terms: very safe for the norm.
+        assert found.dtype == FP32 and (found - exact).norm() <= 500 * U32 * exact.norm()
+
+
+# Loss
+
+
+def loss_inputs(
+    T: int, V: int, K: int, dtype: torch.dtype, device: str, values: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = 6 if values in ("random", "nan") else 100
+    logits = sample("logits", (T, V), dtype, device, values) * scale
+    targets = (normal("targets", (T,)).abs() * 1e6).long().to(device) % V
+    targets[0] = V - 1
+    targets[-1] = 0
+    return logits, targets, torch.tensor([1.0, 0.5, 0.25], device=device)[:K]
+
+
+def exact_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, term by term, in fp64 through autograd."""
+    logits = logits.double().detach().requires_grad_()
+    z = 23 * torch.sigmoid((logits + 5) / 7.5)
+    loss = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for k, w in enumerate(weights.double()[: len(z)]):
+        nll = torch.nn.functional.cross_entropy(z[: len(z) - k], targets[k:], reduction="sum")
+        loss = loss + w * nll
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+# In fp32: z is off by 10 units of at most 23, so p and e^z by 300 units of themselves (the
+# polynomial of the sums by 44 more); p ≤ 1, Σ w ≤ 1.75, dz/dlogit ≤ 0.77.
+GRADIENT_ERROR = 300 * U32 * 1.75 * 0.77
+LOSS_ERROR = 400 * U32  # of each token's loss, in units of Σ w
+
+
+def check_loss(T: int, V: int, K: int, dtype: torch.dtype, values: str, device: str) -> None:
+    """Loss, and both ways to its gradient: in the backward pass, and at once in two layouts.
+
+    The second is taken in fp32, so it is what the kernel hands to the cast to FP8.
+    """
+    logits, targets, weights = loss_inputs(T, V, K, dtype, device, values)
+    exact, exact_gradient = exact_loss(logits, targets, weights)
+    scale = 0.75 / 448
+    with kernels_in_guards():
+        leaf = logits.clone().requires_grad_()
+        loss = tk.softcapped_cross_entropy(leaf, targets, weights)
+        (3 * loss).backward()
+        fused_loss, grad, grad_t = tk.loss_and_fp8_gradient(logits, targets, weights, scale, FP32)
+    for found in (loss, fused_loss):
+        assert found.dtype == FP32 and found.shape == ()
+        assert_within(found.detach(), exact, 1.75 * T * LOSS_ERROR + T * U32 * exact.abs())
+    error = torch.full_like(exact_gradient, GRADIENT_ERROR)
+    bound = 3 * error + UNIT[dtype] * 3 * exact_gradient.abs() * 1.1 + SMALLEST[dtype]
+    assert_within(leaf.grad, 3 * exact_gradient, bound)
+    assert_within(grad.double() * scale, exact_gradient, error)
+    assert grad.shape == (T, V) and grad_t.shape == (V, T)
+    assert same_bits(grad_t, grad.mT)
+
+
+# Half a unit in the last place where the device rounds to nearest; the interpreter loses carries,
+# which may halve a number.
+NEAREST = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+CARRIES_LOST = {E4M3: 0.5, E5M2: 0.5}
+
+
+@triton.jit
+def _exp2_of(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, _add_exp2(tl.load(x + at), 1.0) - 1.0)
+
+
+def check_exp2(device: str) -> None:
+    """The polynomial of the sums, within what it is fitted for and eight roundings."""
+    x = torch.linspace(4, 22, 4096, device=device)
+    y = torch.empty_like(x)
+    _exp2_of[(1,)](x, y, SIZE=len(x))
+    exact = torch.exp2(x.double())
+    assert_within(y, exact, (2.6e-6 + 8 * U32) * (exact + 1))
+
+
+def check_loss_in_fp8(device: str, units: dict[torch.dtype, float]) -> None:
+    """The cast itself: both layouts hold the same e5m2 numbers, of the right size."""
+    logits, targets, weights = loss_inputs(80, 1100, 3, FP32, device, "random")
+    with kernels_in_guards():
+        _, grad, grad_t = tk.loss_and_fp8_gradient(logits, targets, weights, 0.75 / 448, E5M2)
+    exact = exact_loss(logits, targets, weights)[1] / (0.75 / 448)
+    assert same_bits(grad_t, grad.mT)
+    bound = (1 + 2.0**-8) * units[E5M2] * exact.abs() + 2.0**-16 + 600 * GRADIENT_ERROR
+    assert_within(grad.float(), exact, bound)
+
+
+# FP8
+
+
+def check_quantize(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """What is handed to the cast, to the bit: of numbers beyond the format, infinities and NaN."""
+    x = sample("x", shape, FP32, device, "nan") * 3
+    x.view(-1)[:: max(1, x.numel() // 7)] *= 1000
+    x.view(-1)[-1] = math.inf
+    x.view(-1)[0] = -math.inf
+    x = x.to(dtype)
+    for limit, scale in ((448.0, 100 / 448), (57344.0, 0.75 / 448)):
+        with guarded():
+            q, q_t, alone = (torch.empty(s, device=device) for s in (shape, shape[::-1], shape))
+            tk.launch_quantize(x, scale, limit, q, q_t)
+            tk.launch_quantize(x, scale, limit, alone, None)
+        expected = (x.float() * (1 / scale)).clamp(-limit, limit)
+        assert torch.equal(q.isnan(), expected.isnan()) and q.isnan().any()
+        assert torch.equal(q.nan_to_num(), expected.nan_to_num())
+        assert same_bits(q_t, q.mT) and same_bits(alone, q)
+
+
+def check_quantize_in_fp8(device: str, units: dict[torch.dtype, float]) -> None:
+    """Both layouts hold the same numbers, of the right size; to the bit where it is to nearest."""
+    inputs = (FP32, torch.bfloat16 if device == "cuda" else torch.float16)
+    for dtype, x_dtype in itertools.product(units, inputs):
+        x = (sample("x", (200, 144), FP32, device) * 30).to(x_dtype)
+        with kernels_in_guards():
+            q, q_t = tk.quantize_fp8_both(x, 100 / 448, dtype)
+            alone = tk.quantize_fp8(x, 100 / 448, dtype)
+        assert same_bits(q_t, q.mT) and same_bits(alone, q)
+        largest = torch.finfo(dtype).max
+        exact = (x.double() * (448 / 100)).clamp(-largest, largest)
+        smallest = 2.0**-9  # of e4m3
+        assert_within(q.float(), exact, (1 + 2.0**-8) * units[dtype] * exact.abs() + smallest)
+        if units is NEAREST:
+            with tk.kernels_of("cpu"):
+                reference = tk.quantize_fp8(x, 100 / 448, dtype)
+            assert same_bits(q, reference)
+
+
+# Transposes
+
+
+def check_transpose(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    source = sample("s", shape, dtype, device, "nan")
+    target = sample("t", shape[::-1], dtype, device)
+    total = (target.float() + source.mT.float()).to(dtype)
+    for function, expected in ((tk.transpose_copy, source.mT), (tk.transpose_add, total)):
+        with kernels_in_guards():
+            result = in_guards(target)
+            function(source, result)
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(result.nan_to_num(), expected.nan_to_num())
+
+
+# Embeddings
+
+
+def check_lookup(
+    T: int, vocab: int, dim: int, dtype: torch.dtype, device: str, most: float = 0.5
+) -> None:
+    """Rows and gradients of two tables, one over twice as wide; most: one token's share of positions."""
+    tokens = (normal("tokens", (T,)).abs() * 1e6).long() % vocab
+    tokens[: int(most * T)] = vocab // 2
+    tokens = tokens[normal("order", (T,)).argsort()].to(device, torch.int32)
+    widths = {"first": dim, "second": 2 * dim + 3}
+    tables = [sample(label, (vocab, n), dtype, device) for label, n in widths.items()]
+    grads = [sample(f"gradient of the {x}", (T, n), dtype, device) for x, n in widths.items()]
+    for table in tables:
+        table.requires_grad_()
+    grads[0][T // 2] = math.nan  # and so its token's row, and no other
+    with kernels_in_guards():
+        runs = []
+        for _ in range(2):
+            rows = tk.lookup(*tables, tokens=tokens)
+            runs.append(torch.autograd.grad(rows, tables, grads))
+    for table, row in zip(tables, rows):
+        assert torch.equal(row, table[tokens.long()])
+    at = tokens.long()
+    for found, again, grad in zip(*runs, grads):
+        assert found.dtype == dtype and found.is_contiguous() and same_bits(found, again)
+        zeros = torch.zeros(vocab, grad.size(1), dtype=torch.float64, device=device)
+        exact = zeros.index_add(0, at, grad.double())
+        size = zeros.index_add(0, at, grad.double().abs())
+        bound = rounded(exact, size.nan_to_num(0.0), T, dtype).masked_fill(size == 0, 0.0)
+        assert_within(found, exact, bound)
+
+
+# -----------------------------------------------------------------------------
+# What a launch compiles to, on any machine that has Triton
 
 # Chips by compute capability: what the launches ask for, see triton_kernels.chip.
-CHIPS = {80: tk.Chip(108, 163 * 1024), 89: tk.Chip(128, 99 * 1024), 90: tk.H100, 100: tk.Chip(148, tk.H100.shared_memory)}
+CHIPS = {
+    80: tk.Chip(108, 163 * 1024),
+    89: tk.Chip(128, 99 * 1024),
+    90: tk.H100,
+    100: tk.Chip(148, tk.H100.shared_memory),
+}
 
 
 class Launch(NamedTuple):
-    kernel: triton.JITFunction
+    kernel: Any  # triton.JITFunction
     grid: tuple[int, ...]
     args: tuple
     options: dict[str, Any]
@@ -71,12 +533,12 @@ class Resources(NamedTuple):
     cubin: bytes
 
 
-@contextmanager
+@contextlib.contextmanager
 def recorded_launches(capability: int) -> Iterator[list[Launch]]:
-    """What the kernels would launch on a chip of this compute capability, in place of launching it."""
+    """What the kernels would launch on a chip of this compute capability, without launching it."""
     launches: list[Launch] = []
 
-    def record(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def record(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         launches.append(Launch(kernel, grid, args, options | tk.OPTIONS))
 
     with (
@@ -88,12 +550,14 @@ def recorded_launches(capability: int) -> Iterator[list[Launch]]:
 
 
 class _Target:
-    """A driver for compiling alone. Each chip is a device of its own, so that Triton keeps their binaries apart."""
+    """A driver for compiling alone. Each chip is a device, so that Triton keeps binaries apart."""
 
     def __init__(self, capability: int):
         self.capability = capability
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> str:
@@ -104,18 +568,21 @@ class _Target:
 
 
 def compiled(launch: Launch, capability: int) -> Resources:
-    """Compile a launch by Triton's own way to a launch, which settles types, divisibilities and options, but don't run it."""
+    """Compile a launch as Triton would for a launch, but don't run it."""
+    from triton.runtime import driver
+
     before = driver._active
     driver.set_active(_Target(capability))
     try:
         binary = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     finally:
         driver.set_active(before)  # None: the machine's own, when somebody asks for it
-    cubin = binary.asm["cubin"]
-    usage = dumped(cubin, "cuobjdump", "-res-usage")
-    number = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    spilled = number["STACK"] + number["LOCAL"]
-    return Resources(number["REG"], spilled, binary.metadata.shared, binary.asm["ttir"], binary.asm["ptx"], cubin)
+    asm = binary.asm
+    usage = dumped(asm["cubin"], "cuobjdump", "-res-usage")
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    spilled = int(found["STACK"]) + int(found["LOCAL"])
+    shared = binary.metadata.shared
+    return Resources(int(found["REG"]), spilled, shared, asm["ttir"], asm["ptx"], asm["cubin"])
 
 
 def dumped(cubin: bytes, tool: str, *options: str) -> str:
@@ -124,31 +591,45 @@ def dumped(cubin: bytes, tool: str, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
+        command = [path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def disassembled(cubin: bytes) -> tuple[list[tuple[str, str]], list[tuple[int, int]]]:
-    """The instructions of a binary, (name, operands), in its order; and the first and last of each of its loops."""
-    instructions, labels = [], {}
+    """The instructions of a binary, (name, operands); and the first and last of each of its loops."""
+    instructions, labels, loops = [], {}, []
     for line in dumped(cubin, "nvdisasm", "-ndf").splitlines():  # without data flow, a third faster
         if label := re.match(r"(\.L_\w+):", line):
             labels[label[1]] = len(instructions)
         elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*);", line):
             instructions.append(found.groups())
-    jumps = [(i, re.search(r"`\((\.L_\w+)\)", rest)) for i, (name, rest) in enumerate(instructions) if name.startswith("BRA")]
-    return instructions, [(labels[to[1]], i) for i, to in jumps if to and labels[to[1]] < i]
+    for i, (name, operands) in enumerate(instructions):
+        to = re.search(r"`\((\.L_\w+)\)", operands)
+        if name.startswith("BRA") and to and labels[to[1]] < i:
+            loops.append((labels[to[1]], i))
+    return instructions, loops
+
+
+def is_innermost(loop: tuple[int, int], loops: list[tuple[int, int]]) -> bool:
+    first, last = loop
+    return not any(first <= a and b <= last and (a, b) != loop for a, b in loops)
 
 
 def innermost_loops(cubin: bytes) -> list[Counter]:
-    """The instructions of each loop that holds no other, by name, in the order of the binary; without a loop, all."""
-    instructions, spans = disassembled(cubin)
-    spans = spans or [(0, len(instructions) - 1)]
-    inner = [(a, z) for a, z in spans if not any(a <= b and y <= z and (a, z) != (b, y) for b, y in spans)]
+    """The instructions of each loop that holds no other, by name; without a loop, all."""
+    instructions, loops = disassembled(cubin)
+    loops = loops or [(0, len(instructions) - 1)]
+    inner = [loop for loop in loops if is_innermost(loop, loops)]
     return [Counter(name for name, _ in instructions[a : z + 1]) for a, z in inner]
 
 
 # -----------------------------------------------------------------------------
-# The cases
+# The kernels at the record preset's sizes
+
+# Operations a second: matrix units in bf16 (dense), and special functions (exponential, reciprocal:
+# 16 a clock and processor, 132 processors at 1.98 GHz). An H200 has the same, and faster memory.
+MATRIX_LIMIT, SPECIAL_LIMIT = 989e12, 16 * 132 * 1.98e9
+MEMORY_LIMITS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 
 
 class Case(NamedTuple):
@@ -156,99 +637,105 @@ class Case(NamedTuple):
     shape: str
     inputs: Callable[[Callable], tuple]  # of new(shape, dtype): a tensor on the device at hand
     run: Callable  # of the inputs: what launches the kernel
-    torch: tuple[Callable, ...]  # of the same inputs, called inside kernels_of("cpu"): PyTorch's ways of doing the same
-    operations: float
+    torch: tuple[Callable, ...]  # PyTorch's ways of doing the same, inside kernels_of("cpu")
     must: float  # bytes: each input read once, each output written once
-    moved: float  # bytes to and from memory, if L2 keeps what the kernel counts on
+    operations: float = 0
     matrix: bool = False  # operations are those of matrix units, else special functions
     fp8: bool = False
 
 
-def _cases() -> Iterator[Case]:
-    h = Hyperparameters()
-    rows = {label: rows_of(parameter, PARAM_TABLE[label]).shape for label, parameter in model_parameters(h).items()}
-    # The banks of one rank of 8: 5 matrices of 768 x 768, 3 of 3072 x 768.
-    attn, mlp = ((-(-matrices // 8), *shape) for matrices, *shape in (rows["attn"], rows["mlp"]))
+def _product_cases(attn: tuple, mlp: tuple) -> Iterator[Case]:
+    """Polar Express on the banks of one rank of 8: n matrices (dim, dim), tall ones (hidden, dim)."""
     (n, dim, _), (tall, hidden, _) = attn, mlp
-    square = 2 * n * dim * dim
-    triangle = (dim // 128) * (dim // 128 + 1) / 2 / (dim // 128) ** 2  # the share of the tiles that are computed
-    small = 2 * tall * dim * dim
+    square, large, small = 2 * n * dim * dim, 2 * tall * hidden * dim, 2 * tall * dim * dim  # bytes
+    tiles = dim // 128
+    flops = 2 * n * dim**3
+    triangle = (tiles + 1) / 2 / tiles  # the share of the tiles that are computed
+    units = dict(matrix=True)
+
+    def scaled_addition(L: Tensor, R: Tensor, C: Tensor) -> Tensor:
+        return tk.launch_product(L, R, C, torch.empty_like(C), 1.0, 2.0)
+
     yield Case(
-        "XXT", f"{attn}", lambda new: (new(attn),), lambda X: tk.XXT(X, torch.empty_like(X)), (lambda X: X @ X.mT,),
-        2 * n * dim**3 * triangle, 2 * square, 2 * square, matrix=True,
+        "XXT", f"{attn}", lambda new: (new(attn),), lambda X: tk.XXT(X, torch.empty_like(X)),
+        (lambda X: X @ X.mT,), 2 * square, flops * triangle, **units,
     )  # fmt: skip
     yield Case(
         "XTX", f"{mlp}", lambda new: (new(mlp),), lambda X: tk.XTX(X, X.new_empty(tall, dim, dim)),
-        (lambda X: X.mT @ X,),
-        2 * tall * dim * dim * hidden * triangle, 2 * tall * hidden * dim + small, 2 * tall * hidden * dim + small, matrix=True,
+        (lambda X: X.mT @ X,), large + small, 2 * tall * dim * dim * hidden * triangle, **units,
     )  # fmt: skip
     yield Case(
         "ba_plus_cAA", f"{attn}", lambda new: (new(attn),),
         lambda A: tk.ba_plus_cAA(A, 0.5, 0.1, torch.empty_like(A)),
         (lambda A: torch.baddbmm(A, A, A.mT, beta=0.5, alpha=0.1),),
-        2 * n * dim**3 * triangle, 2 * square, 2 * square, matrix=True,
+        2 * square, flops * triangle, **units,
     )  # fmt: skip
     yield Case(
         "aX_plus_BX", f"{attn}", lambda new: (new(attn), new(attn)),
-        lambda X, B: tk.launch_product(B, X, X, torch.empty_like(X), 1.0, 2.0),
-        (lambda X, B: torch.baddbmm(X, B, X, beta=2.0),),
-        2 * n * dim**3, 3 * square, 3 * square, matrix=True,
+        lambda X, B: scaled_addition(B, X, X), (lambda X, B: torch.baddbmm(X, B, X, beta=2.0),),
+        3 * square, flops, **units,
     )  # fmt: skip
     yield Case(
         "aX_plus_XB", f"{mlp}", lambda new: (new(mlp), new((tall, dim, dim))),
-        lambda X, B: tk.launch_product(X, B, X, torch.empty_like(X), 1.0, 2.0),
-        (lambda X, B: torch.baddbmm(X, X, B, beta=2.0),),
-        2 * tall * dim * dim * hidden, 4 * tall * hidden * dim + small, 4 * tall * hidden * dim + small, matrix=True,
+        lambda X, B: scaled_addition(X, B, X), (lambda X, B: torch.baddbmm(X, X, B, beta=2.0),),
+        2 * large + small, 2 * tall * dim * dim * hidden, **units,
     )  # fmt: skip
 
-    # A micro-batch of the last stage.
-    T, V = largest_batch(h) // h.micro_batches, rows["lm_head"][1]
-    flops, weights = 2 * T * dim * hidden, 2 * dim * hidden
-    forward, backward = weights + 2 * T * (dim + hidden), weights + 2 * T * (dim + 2 * hidden)
-    heads, D = h.num_heads, h.head_dim
-    table, rstds = 2 * D * T, 4 * 2 * heads * T
 
+def _rotation_cases(T: int, heads: int, D: int) -> Iterator[Case]:
     def separate(qkv: Tensor, table: Tensor, paired: bool, offset: bool) -> tuple:
-        return attention.norm_and_rotate_qk(qkv, table, paired, offset)
+        return tk.norm_and_rotate_qk(qkv, table, paired, offset)
 
-    for kind, paired, offset in (("", False, False), (", paired", True, False), (", offset", False, True)):
-        moved = table * (1 + paired) + rstds
+    def forward(new: Callable, paired: bool, offset: bool) -> tuple:
+        return new((T, 3 * heads, D)), new(((1 + paired) * T, D // 2, 2)), paired, offset
+
+    def backward(new: Callable, paired: bool, offset: bool) -> tuple:
+        saved = [new((T, heads, D)) for _ in range(4)]  # gradients of q, k, v, and the result q
+        k, rstds = new((T + offset, heads, D)), new((2 * heads, T), FP32).abs()
+        return *saved, k, rstds, new(((1 + paired) * T, D // 2, 2)), paired, offset
+
+    kinds = {"": (False, False), ", paired": (True, False), ", offset": (False, True)}
+    for kind, how in kinds.items():
+        more = 2 * D * T * (1 + how[0]) + 4 * 2 * heads * T  # bytes of the table, and of 1/rms
         yield Case(
             f"norm_rotate{kind}", f"{(T, 3 * heads, D)}",
-            lambda new, p=paired, o=offset: (new((T, 3 * heads, D)), new(((1 + p) * T, D // 2, 2)), p, o),
-            attention.launch_norm_rotate, (separate, torch.compile(separate)),
-            0, 2 * 4 * T * dim + moved, 2 * 4 * T * dim + moved,
+            lambda new, how=how: forward(new, *how), tk.launch_norm_rotate,
+            (separate, torch.compile(separate)), 2 * 4 * T * heads * D + more,
         )  # fmt: skip
         yield Case(
             f"norm_rotate_backward{kind}", f"{(T, 3 * heads, D)}",
-            lambda new, p=paired, o=offset: (
-                *(new((T, heads, D)) for _ in range(4)), new((T + o, heads, D)), new((2 * heads, T), FP32).abs(),
-                new(((1 + p) * T, D // 2, 2)), p, o,
-            ),
-            attention.launch_norm_rotate_backward, (), 0, 2 * 8 * T * dim + moved, 2 * 8 * T * dim + moved,
-        )  # fmt: skip
-    unfused = lambda x, w: torch.relu(x @ w.mT).square()
-    unfused_backward = lambda g, w, a: (g @ w.mT) * (2 * a.sqrt())
-
-    def tiles_apart(*inputs: Tensor | None) -> Tensor:
-        """As launched before tiles and steps were one loop: which is faster, a GPU must say."""
-        apart = dict(FLATTEN=False, num_stages=4)
-        with mock.patch.dict(tk.LARGE_TILES, apart), mock.patch.dict(tk.LARGE_TILES_BACKWARD, apart):
-            return tk.launch_relu_squared(*inputs)
-
-    for note, run in (("", tk.launch_relu_squared), (", tiles apart", tiles_apart)):
-        yield Case(
-            f"relu_squared{note}", f"{(T, dim)} x {(hidden, dim)}", lambda new: (new((T, dim)), new((hidden, dim))),
-            lambda x, w, run=run: run(x, w, None), (unfused, torch.compile(unfused)), flops, forward, forward, matrix=True,
-        )  # fmt: skip
-        yield Case(
-            f"relu_squared_backward{note}", f"{(T, dim)} x {(hidden, dim)}",
-            lambda new: (new((T, dim)), new((hidden, dim)), new((T, hidden)).abs()),
-            run, (unfused_backward, torch.compile(unfused_backward)), flops, backward, backward, matrix=True,
+            lambda new, how=how: backward(new, *how), tk.launch_norm_rotate_backward,
+            (), 2 * 8 * T * heads * D + more,
         )  # fmt: skip
 
-    def logits(new: Callable, tokens: int = T) -> tuple:
-        return new((tokens, V)), new((tokens,), torch.int64), new((3,), FP32).abs()
+
+def _mlp_cases(T: int, dim: int, hidden: int) -> Iterator[Case]:
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(x @ w.mT).square()
+
+    def plain_backward(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
+        return (g @ w.mT) * (2 * a.sqrt())
+
+    shape, weights = f"{(T, dim)} x {(hidden, dim)}", 2 * dim * hidden
+    more = dict(operations=2 * T * dim * hidden, matrix=True)
+    yield Case(
+        "relu_squared", shape, lambda new: (new((T, dim)), new((hidden, dim))),
+        lambda x, w: tk.launch_relu_squared(x, w, None), (plain, torch.compile(plain)),
+        weights + 2 * T * (dim + hidden), **more,
+    )  # fmt: skip
+    yield Case(
+        "relu_squared_backward", shape,
+        lambda new: (new((T, dim)), new((hidden, dim)), new((T, hidden)).abs()),
+        tk.launch_relu_squared, (plain_backward, torch.compile(plain_backward)),
+        weights + 2 * T * (dim + 2 * hidden), **more,
+    )  # fmt: skip
+
+
+def _head_cases(T: int, V: int, dim: int) -> Iterator[Case]:
+    from train_gpt import FP8_GRAD_SCALE, FP8_X_SCALE
+
+    def logits(new: Callable) -> tuple:
+        return new((T, V)), new((T,), torch.int64), new((3,), FP32).abs()
 
     def plain(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple:
         logits = logits.detach().requires_grad_()
@@ -256,62 +743,104 @@ def _cases() -> Iterator[Case]:
         (grad,) = torch.autograd.grad(loss, logits)
         return loss, *tk.quantize_fp8_both(grad, FP8_GRAD_SCALE, E5M2)
 
-    partial = 2 * 4 * T * triton.cdiv(V, tk.LOSS["WIDTH"])
+    def both(x: Tensor) -> Any:
+        return tk.quantize_fp8_both(x, FP8_X_SCALE, E4M3)
+
+    shape, loss = f"{(T, V)}", tk.softcapped_cross_entropy
     yield Case(
-        "loss_and_fp8_gradient", f"{(T, V)}", logits,
-        lambda x, t, w: tk.loss_and_fp8_gradient(x, t, w, FP8_GRAD_SCALE, E5M2), (torch.compile(plain),),
-        5 * T * V, 4 * T * V, 4 * T * V + partial, fp8=True,
-    )  # fmt: skip
-    loss = tk.softcapped_cross_entropy
-    yield Case(
-        "cross_entropy", f"{(T, V)}", logits, tk.launch_loss, (loss, torch.compile(loss)),
-        2 * T * V, 2 * T * V, 2 * T * V + partial,
+        "loss_and_fp8_gradient", shape, logits,
+        lambda x, t, w: tk.loss_and_fp8_gradient(x, t, w, FP8_GRAD_SCALE, E5M2),
+        (torch.compile(plain),), 4 * T * V, 5 * T * V, fp8=True,
     )  # fmt: skip
     yield Case(
-        "cross_entropy_backward", f"{(T, V)}", lambda new: (*logits(new), new((T,), FP32).abs() + 12),
-        lambda x, t, w, lse: tk.launch_loss(x, t, w, lse, torch.empty_like(x)), (), 3 * T * V, 4 * T * V, 4 * T * V,
+        "cross_entropy", shape, logits, tk.launch_loss, (loss, torch.compile(loss)),
+        2 * T * V, 2 * T * V,
     )  # fmt: skip
-    both = lambda x: tk.quantize_fp8_both(x, FP8_X_SCALE, E4M3)
-    for name, shape in (("quantize_fp8_both, x", (T, dim)), ("quantize_fp8_both, w", (dim, V))):
-        size = 4 * shape[0] * shape[1]
+    yield Case(
+        "cross_entropy_backward", shape, lambda new: (*logits(new), new((T,), FP32).abs() + 12),
+        lambda x, t, w, lse: tk.launch_loss(x, t, w, lse, torch.empty_like(x)), (),
+        4 * T * V, 3 * T * V,
+    )  # fmt: skip
+    for name, size in (("x", (T, dim)), ("w", (dim, V))):
         yield Case(
-            name, f"{shape}", lambda new, shape=shape: (new(shape),),
-            both, (both, torch.compile(both)), 0, size, size, fp8=True,
+            f"quantize_fp8_both, {name}", f"{size}", lambda new, size=size: (new(size),),
+            both, (both, torch.compile(both)), 4 * math.prod(size), fp8=True,
         )  # fmt: skip
 
-    def gradient_of_a_lookup(new: Callable, tokens: int, rows: int, width: int) -> tuple:
+
+def _table_cases(T: int, V: int, dim: int, bigrams: int, values: int) -> Iterator[Case]:
+    """Gradients of look-ups, in the first stage's micro-batch or T tokens; the tie's transposes."""
+
+    def runs(new: Callable, tokens: int, rows: int, width: int) -> tuple:
         ids = new((tokens,), torch.int32)
         return new((tokens, width)), ids, *tk.token_runs(ids, rows)
 
-    first, bigrams = T // 3, Hyperparameters().bigram_rows  # the first stage's micro-batch
-    tables = [(f"{tokens} tokens", tokens, V, dim) for tokens in (first, T)]
-    tables += [("value tables", first, V, VALUE_LAYERS * dim), ("bigrams", first, bigrams, dim)]
-    for what, tokens, rows, width in tables:
-        size = 2 * (tokens + rows) * width + 8 * tokens + 4 * rows
-        plain_scatter = lambda grad, ids, *_, rows=rows: torch.ops.aten.embedding_dense_backward(grad, ids, rows, -1, False)
+    first = T // 3
+    tables = {
+        f"{first} tokens": (first, V, dim),
+        f"{T} tokens": (T, V, dim),
+        "value tables": (first, V, values),
+        "bigrams": (first, bigrams, dim),
+    }
+    for what, (tokens, rows, width) in tables.items():
+
+        def plain(grad: Tensor, ids: Tensor, *_: Any, rows: int = rows) -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(grad, ids, rows, -1, False)
+
         yield Case(
             f"scatter, {what}", f"{(tokens, width)} into {(rows, width)}",
-            lambda new, sizes=(tokens, rows, width): gradient_of_a_lookup(new, *sizes),
-            lambda grad, ids, *runs: tk.launch_scatter(grad, *runs), (plain_scatter, torch.compile(plain_scatter)),
-            0, size, size,
+            lambda new, sizes=(tokens, rows, width): runs(new, *sizes),
+            lambda grad, ids, *runs: tk.launch_scatter(grad, *runs), (plain, torch.compile(plain)),
+            2 * (tokens + rows) * width + 8 * tokens + 4 * rows,
         )  # fmt: skip
     for where, alone in (("beside collectives", False), ("alone", True)):
-        for function, rows, cols, moves in ((tk.transpose_add, V, dim, 6), (tk.transpose_copy, dim, V, 4)):
-            run = lambda s, t, function=function, alone=alone: function(s, t, alone)
+        for function, source, moves in (
+            (tk.transpose_add, (V, dim), 6),
+            (tk.transpose_copy, (dim, V), 4),
+        ):
+            run = functools.partial(function, alone=alone)
             yield Case(
-                f"{function.__name__}, {where}", f"{(rows, cols)} into {(cols, rows)}",
-                lambda new, rows=rows, cols=cols: (new((rows, cols)), new((cols, rows))), run, (run, torch.compile(run)),
-                0, moves * V * dim, moves * V * dim,
+                f"{function.__name__}, {where}", f"{source} into {source[::-1]}",
+                lambda new, source=source: (new(source), new(source[::-1])),
+                run, (run, torch.compile(run)), moves * V * dim,
             )  # fmt: skip
 
 
-CASES = {case.name: case for case in _cases()}
+@functools.cache
+def cases() -> dict[str, Case]:
+    """By name; the sizes are the recipe's, so it is imported here and not with the checks."""
+    from bench.communication import model_parameters, rows_of
+    from train_gpt import PARAM_TABLE, VALUE_LAYERS, Hyperparameters
+
+    h = Hyperparameters()
+    parameters = model_parameters(h)
+    banks = {
+        label: rows_of(parameters[label], PARAM_TABLE[label]).shape for label in ("attn", "mlp")
+    }
+    attn, mlp = ((-(-matrices // 8), *shape) for matrices, *shape in banks.values())
+    _, hidden, dim = mlp
+    T = largest_batch(h) // h.micro_batches
+    V = parameters["embed"].shape[0]
+    found = [*_product_cases(attn, mlp), *_rotation_cases(T, h.num_heads, h.head_dim)]
+    found += [*_mlp_cases(T, dim, hidden), *_head_cases(T, V, dim)]
+    found += _table_cases(T, V, dim, h.bigram_rows, VALUE_LAYERS * dim)
+    return {case.name: case for case in found}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CASES":
+        return cases()
+    raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
 def launch_of(case: Case, capability: int) -> Launch:
-    """What the case launches at the record preset's size. No memory is taken: its tensors are shapes alone."""
+    """What the case launches at the record preset's size. Its tensors are shapes without memory."""
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=dtype)
+
     with recorded_launches(capability) as launches:
-        case.run(*case.inputs(lambda shape, dtype=BF16: torch.empty(shape, device="meta", dtype=dtype)))
+        case.run(*case.inputs(new))
     (launch,) = launches
     return launch
 
@@ -322,17 +851,16 @@ def launch_of(case: Case, capability: int) -> Launch:
 
 def limit(case: Case, memory: float) -> float:
     """Seconds that no kernel of this work can be below."""
-    return max(case.operations / (MATRIX_LIMIT if case.matrix else SPECIAL_LIMIT), case.must / memory)
+    rate = MATRIX_LIMIT if case.matrix else SPECIAL_LIMIT
+    return max(case.operations / rate, case.must / memory)
 
 
-def static_row(case: Case) -> list[str]:
-    resources = compiled(launch_of(case, 90), 90)
-    operations = f"{case.operations / 1e9:.3g} G{'' if case.matrix else ' special'}" if case.operations else ""
-    times = [f"{1e6 * limit(case, memory):.3g}" for memory in MEMORY_LIMITS.values()]
-    return [
-        case.name, case.shape, operations, f"{case.must / 1e6:.4g}", f"{case.moved / 1e6:.4g}", *times,
-        str(resources.registers), str(resources.spilled), str(resources.shared),
-    ]  # fmt: skip
+def static_row(case: Case, memory: float) -> list[str]:
+    found = compiled(launch_of(case, 90), 90)
+    unit = "G" if case.matrix else "G special"
+    operations = f"{case.operations / 1e9:.3g} {unit}" if case.operations else ""
+    work = [operations, f"{case.must / 1e6:.4g}", f"{1e6 * limit(case, memory):.3g}"]
+    return [case.name, case.shape, *work, *map(str, found[:3])]
 
 
 def random_input(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Tensor:
@@ -340,17 +868,17 @@ def random_input(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Tensor:
         return torch.randint(50257, shape, device="cuda")
     if dtype == torch.int32:  # tokens as frequent as words: the n-th in 1/n, the first 6 %
         return (50257 ** torch.rand(shape, device="cuda") - 1).int()
-    return torch.randn(shape, device="cuda").to(dtype) if len(shape) < 2 else torch.randn(shape, device="cuda", dtype=dtype)
+    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
 def median_time(function: Callable, inputs: list[tuple], repeats: int = 30) -> float:
-    """Seconds of a call, the median over repeats that go round the inputs, so that none finds its own in the cache."""
+    """Seconds of a call, the median. The inputs rotate, so that none is found in the cache."""
     for i in range(3):
         function(*inputs[i % len(inputs)])
     times = []
     for i in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)  # the launch happens meanwhile, so that only the kernel is measured
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # the launch happens meanwhile: only the kernel is measured
         start.record()
         function(*inputs[i % len(inputs)])
         end.record()
@@ -370,42 +898,27 @@ def measured_row(case: Case, memory: float) -> list[str]:
     return [f"{1e6 * seconds:.4g}", f"{limit(case, memory) / seconds:.0%}", ratio]
 
 
-def print_loops(cases: list[Case]) -> None:
-    print("| kernel | instructions of a loop | of them |\n|---|---|---|")
-    for case in cases:
-        for loop in innermost_loops(compiled(launch_of(case, 90), 90).cubin):
-            kinds = ", ".join(f"{count} {name}" for name, count in loop.most_common(8))
-            print(f"| {case.name} | {loop.total()} | {kinds} |", flush=True)
+def kernels_table(chosen: list[Case]) -> str:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
+    chip = "H200" if "H200" in gpu else "H100"
+    memory = MEMORY_LIMITS[chip]
+    head = ["kernel", "at the record preset", "operations", "must move, MB", f"limit {chip}, µs"]
+    head += ["registers", "spilled", "shared memory, bytes"]
+    rows = [static_row(case, memory) for case in chosen]
+    if torch.cuda.is_available():
+        head += [f"measured on {gpu}, µs", "of the limit", "times faster than PyTorch"]
+        rows = [row + measured_row(case, memory) for row, case in zip(rows, chosen)]
+    return markdown(head, rows)
 
 
-def main() -> None:
-    options = [argument for argument in sys.argv[1:] if argument.startswith("--")]
-    wanted = [argument for argument in sys.argv[1:] if argument not in options] or [""]
-    if "--help" in options:
-        return print(__doc__)
-    if set(options) - {"--loops"}:
-        print(f"bench/kernels.py: error: no option {', '.join(options)}; there is --loops, and parts of kernels' names", file=sys.stderr)
-        sys.exit(2)
-    if absent := [part for part in wanted if not any(part in name for name in CASES)]:
-        sys.exit(f"bench/kernels.py: no kernel's name holds {absent[0]!r}: {', '.join(CASES)}")
-    cases = [case for name, case in CASES.items() if any(part in name for part in wanted)]
-    if options:
-        return print_loops(cases)
-    if fault := others_code(make=True):
-        sys.exit(f"bench/kernels.py: error: {fault}")
-    header = ["kernel", "at the record preset", "operations", "must move, MB", "moves, MB"]
-    header += [f"limit {name}, µs" for name in MEMORY_LIMITS] + ["registers", "spilled", "shared memory, bytes"]
-    gpu = torch.cuda.is_available()
-    if gpu:
-        name = torch.cuda.get_device_name()
-        memory = MEMORY_LIMITS["H200" if "H200" in name else "H100"]
-        header += [f"measured on {name}, µs", "of the limit", "times faster than PyTorch"]
-    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
-    for case in cases:
-        row = static_row(case) + (measured_row(case, memory) if gpu else [])
-        print("| " + " | ".join(row) + " |", flush=True)
+def main(argv: list[str] | None = None) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("names", nargs="*", default=[""], help="parts of kernels' names")
+    args = parser.parse_args(argv)
+    chosen = [case for name, case in cases().items() if any(part in name for part in args.names)]
+    print(kernels_table(chosen), flush=True)
 
 
 if __name__ == "__main__":
-    with until_reader_leaves():
-        main()
+    main()

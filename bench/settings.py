@@ -1,66 +1,63 @@
-"""The trainer's options and model, as every measurement takes them."""
+"""What the tools of this folder share: settings and model of the recipe, tables."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import nn
-
-from launch.console import RunError, printable
-from launch.nests import leaves
-from runtime.options import parse_options
-from train_gpt import GPT, LAYERS, PRESETS, Hyperparameters, step_schedule
+# No import of torch here: codegen.py must install its fake GPU first.
 
 
-def trainer_settings(argv: list[str] | None = None, preset: str = "") -> Hyperparameters:
-    """Settings by the trainer's own options: of argv, or of the process. preset: what they start from unless told.
-    Raises SystemExit, after a message, for options that the trainer would refuse."""
-    preset = preset or ("record" if torch.cuda.is_available() else "demo")
-    h = parse_options(Hyperparameters, PRESETS, preset, argv)
-    with refused_in_a_line(RuntimeError), torch.device("meta"):  # PyTorch's, for sizes beyond 2**63
+def settings(argv: list[str]) -> Any:
+    """Hyperparameters from options, of the record preset unless they say --preset. Ends the program
+    for options that training refuses."""
+    from runtime.options import parse_options
+    from train_gpt import PRESETS, Hyperparameters
+
+    h = parse_options(Hyperparameters, PRESETS, ["--preset=record", *argv])
+    try:
         h.check(1)
-        model_of(h, max_tokens=16)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     return h
 
 
-@contextmanager
-def refused_in_a_line(other: type[Exception] = RunError) -> Iterator[None]:
-    """For a check of what a user gives, in options, environment or files: what it refuses ends the program with its message."""
-    try:
-        yield
-    except (ValueError, OSError, other) as error:
-        raise SystemExit(printable(f"{Path(sys.argv[0]).name}: error: {error}")) from None
+def model_of(h: Any, max_tokens: int, fp8_head: bool = False) -> Any:
+    """A model of these sizes on the default device, in bf16, with its first weights."""
+    from train_gpt import GPT, LAYERS
 
-
-def model_of(h: Hyperparameters, max_tokens: int, fp8_head: bool = False) -> nn.Module:
-    """A model of these sizes, as built: in bf16, on the current device."""
     sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, max_tokens)
-    return GPT(*sizes, bigram_rows=h.bigram_rows, attention_scale=h.attention_scale, fp8_head=fp8_head)
+    more = dict(bigram_rows=h.bigram_rows, attention_scale=h.attention_scale, fp8_head=fp8_head)
+    return GPT(*sizes, **more)
 
 
-def torchrun(ranks: int, folder: str | Path) -> list[str]:
-    """The command that starts so many ranks of the script whose path follows. folder: for torchrun's logs, to be deleted with it;
-    otherwise it makes one in the system's, and leaves it."""
-    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--log-dir={folder}"]
+def synthetic(h: Any, tokens: int) -> tuple:
+    """A micro-batch of random documents, on the CPU."""
+    from data.loader import synthetic_batch
+
+    sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
+    return synthetic_batch(tokens, **sizes)
 
 
-def unequal(a: Any, b: Any) -> list[str]:
-    """Dotted names of what is not the same in two nests of dicts, lists and tuples, tensors to the bit."""
-    found, other = dict(leaves(a)), dict(leaves(b))
-    lacking = found.keys() ^ other.keys()
-    return [name for name in found | other if name in lacking or not is_same(found[name], other[name])]
-
-
-def is_same(a: Any, b: Any) -> bool:
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return type(a) is type(b) and a == b
-    as_bytes = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))  # bits, so that NaN equals NaN
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
-
-
-def largest_batch(h: Hyperparameters) -> int:
+def largest_batch(h: Any) -> int:
     """Tokens of the schedule's largest step."""
+    from train_gpt import step_schedule
+
     return max(step_schedule(step, h).batch_tokens for step in range(h.total_iterations))
+
+
+def numbers(text: str) -> list[int]:
+    """argparse type: whole numbers, separated by commas."""
+    return [int(number) for number in text.split(",")]
+
+
+def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A table; floats get two digits, five if they are below 0.01."""
+
+    def text(cell: object) -> str:
+        if not isinstance(cell, float):
+            return str(cell)
+        return f"{cell:,.{2 if cell == 0 or abs(cell) >= 0.01 else 5}f}"
+
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(text, line)) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""What tests/bench/test_codegen.py compiles for the fake GPU, in a process of its own: graphs of small functions, as JSON."""
+"""What test_codegen.py compiles for the fake GPU, in a process of its own, as JSON."""
 
 import json
 import sys
@@ -31,12 +31,15 @@ def cases():
     yield "reduction", lambda x: x.float().sum(-1), (new(T, DIM),)
     yield "neighbours", lambda x: x[1:] + x[:-1], (new(T, DIM),)
     yield "columns", lambda x: x[:, : DIM // 4] * x[:, DIM // 2 : 3 * DIM // 4], (new(T, DIM),)
-    yield "lookup", lambda tokens, table: F.embedding(tokens, table) * 2, (new(T, dtype=torch.int32), new(VOCAB, DIM))
+    tokens = new(T, dtype=torch.int32)
+    yield "lookup", lambda ids, table: F.embedding(ids, table) * 2, (tokens, new(VOCAB, DIM))
     yield "norm", lambda x, y: tk.norm(x + y), (new(T, DIM, grad=True), new(T, DIM, grad=True))
-    yield "mlp", mlp, (new(T, DIM, grad=True), new(HIDDEN, DIM, grad=True), new(HIDDEN, DIM, grad=True))
+    weights = [new(HIDDEN, DIM, grad=True) for _ in range(2)]
+    yield "mlp", mlp, (new(T, DIM, grad=True), *weights)
 
 
-COUNTED = ("chain", "exponential")  # whose instructions are looked at; of the others one configuration is disassembled
+# Whose instructions are looked at; of the others one configuration is disassembled.
+COUNTED = ("chain", "exponential")
 CONFIGS = generated.CONFIGS
 found = {}
 with FakeTensorMode(allow_non_fake_inputs=True):
