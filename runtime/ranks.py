@@ -1,28 +1,48 @@
-"""The ranks of a run: joining, and agreeing on errors. A rank never waits for one that has left."""
+"""The ranks of a run: how they join, agree on errors, hear signals, and how their processes end.
 
+Each rank is a process with torchrun's environment variables; a script without them is one rank.
+runtime/launch.py starts the ranks of one machine, torchrun those of several.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
-from itertools import count
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launch.console import AgreedError, RunError
-from launch.machine import (
-    cannot_join, check_compiled_code, environment_number, find_store, forget_earlier_run, is_launched, usable_cores,
-)  # fmt: skip
-from launch.signals import let_the_first_tell
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # compiling takes the longest
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SAME_SIGNAL = 1.0  # seconds: launcher and terminal both send it to a rank
+LAUNCHER = "BANKRUN_LAUNCHER_PID"  # environment variable: the process id of runtime/launch.py
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for the ranks to find each other
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # for a rank that hangs; compiling takes the most
-RUNS = count()  # of this process: an idea may call main() twice, and the store keeps the keys of the first group
+
+class RunError(RuntimeError):
+    """Ends the run with this one line and exit code 1."""
+
+
+class AgreedError(RunError):
+    """A RunError that every rank raises: rank 0 prints it."""
+
+
+class Stopped(RunError):
+    """The run stops early, as asked. Arguments: a message, which may be empty, and the exit code."""
 
 
 class Ranks(NamedTuple):
-    """This process among the others. The methods that talk to them are called by all ranks, in the same order."""
+    """This process among the ranks. All ranks call the methods below, in the same order."""
 
     rank: int
     world_size: int
@@ -32,75 +52,261 @@ class Ranks(NamedTuple):
     def first(self) -> bool:
         return self.rank == 0
 
-    def gather(self, item: Any) -> list[Any]:  # every rank's item, on every rank
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, in order, on every rank. item: can be pickled."""
         items = [item] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(items, item)
         return items
 
-    def raise_together(self, error: Exception | None) -> None:
-        """Raise AgreedError on every rank if any has an error."""
-        for rank, message in enumerate(self.gather(error and (f"{error}" or repr(error)))):
-            if message:
-                let_the_first_tell(self.rank, 2)
+    def raise_on_all_ranks(self, error: Exception | None) -> None:
+        """Raise AgreedError on every rank if any rank has an error."""
+        own = None if error is None else str(error) or repr(error)
+        for rank, message in enumerate(self.gather(own)):
+            if message is not None:
                 raise AgreedError(message if rank == 0 else f"rank {rank}: {message}")
 
     def check_same(self, found: dict[str, Any]) -> None:
-        """Raise AgreedError on every rank, with the first differences, if one has found something other than the first."""
+        """Raise AgreedError on every rank if a rank's values differ from those of rank 0."""
         first = self.gather(found)[0]
-        other = [f"{x} is {found.get(x)}, on rank 0 {first.get(x)}" for x in {**first, **found} if found.get(x) != first.get(x)]
-        self.raise_together(RunError(f"{'; '.join(other[:3])}: must be the same on all ranks") if other else None)
+        differences = []
+        for name in {**first, **found}:
+            if found.get(name) != first.get(name):
+                differences.append(f"{name} is {found.get(name)}, on rank 0 {first.get(name)}")
+        error = None
+        if differences:
+            error = RunError(f"{'; '.join(differences[:3])}: must be the same on all ranks")
+        self.raise_on_all_ranks(error)
 
-    def on_all(self, function: Callable, *args: Any) -> Any:
-        """function(*args) on every rank: a ValueError or OSError of one is raised on each of them, as an AgreedError."""
+    def on_all_ranks(self, function: Callable, *args: Any) -> Any:
+        """function(*args) on every rank.
+
+        A RunError, ValueError or OSError of one rank is raised on each of them, as an AgreedError.
+        """
+        result, error = None, None
         try:
-            result, error = function(*args), None
-        except (ValueError, OSError) as caught:
-            result, error = None, caught
-        self.raise_together(error)
+            result = function(*args)
+        except (RunError, ValueError, OSError) as caught:
+            error = caught
+        self.raise_on_all_ranks(error)
         return result
 
-    def on_first(self, function: Callable, pause: float = 60.0) -> Any:
-        """on_all of the first rank alone, however long it takes: the others hear every `pause` seconds that it goes on."""
-        with ThreadPoolExecutor(1) as aside:
-            work = aside.submit(function if self.first else str)
-            while not all(self.gather(bool(wait([work], pause).done))):
+    def on_first(self, function: Callable[[], Any], interval: float = 60.0) -> Any:
+        """function() on rank 0, in a thread, however long it takes; others get "". Errors as above.
+
+        Meanwhile the ranks meet every `interval` seconds, so that no collective times out.
+        """
+        with ThreadPoolExecutor(1) as executor:
+            work = executor.submit(function if self.first else str)
+            while not all(self.gather(bool(wait([work], interval).done))):
                 pass
-            return self.on_all(work.result)
+            return self.on_all_ranks(work.result)
 
     def collect(self, x: Tensor) -> list[Tensor]:
-        """On the first rank, every rank's x, in order; nothing on the others. x on the CPU, (n, …); n may differ."""
-        octets = x.contiguous().view(torch.uint8)  # not every dtype can be pickled
-        parts = [octets] * self.world_size if self.first else []
+        """Every rank's x on rank 0, in order; an empty list elsewhere. x: (n, …) on the CPU; n may differ."""
+        as_bytes = x.contiguous().view(torch.uint8)  # not every dtype can be pickled
+        parts = [as_bytes] * self.world_size if self.first else []
         if self.world_size > 1:
-            dist.gather_object(octets, parts or None)
+            dist.gather_object(as_bytes, parts or None)
         return [part.view(x.dtype) for part in parts]
 
 
 def join_ranks() -> Ranks:
-    """What torchrun's environment says, and its process group; one rank without it. Raises RunError if it cannot be so."""
-    check_compiled_code()
-    launched = is_launched()
-    world_size, rank, local_rank = (environment_number(*x) for x in (("WORLD_SIZE", 1, 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-    local_size = environment_number("LOCAL_WORLD_SIZE", local_rank + 1, least=1)
-    if not (rank < world_size and local_rank < local_size <= world_size):
-        found = f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
-        raise RunError(f"{found} in the environment: a rank must be below its size; start with torchrun")
-    device, how = torch.device("cpu"), dict(backend="gloo", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    """Join the process group that the environment describes: NCCL on GPUs, gloo on the CPU.
+
+    Without a launcher's environment it is one rank without a group. Raises AgreedError if a machine
+    has fewer GPUs than ranks.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    options = {"backend": "gloo"}
     if torch.cuda.is_available():
-        if local_rank >= (gpus := torch.cuda.device_count()):
-            raise RunError(f"local rank {local_rank} has no GPU: this machine shows {gpus}; start as many ranks as GPUs")
+        gpus = torch.cuda.device_count()
+        if local_size > gpus:
+            raise AgreedError(f"{local_size} ranks on a machine with {gpus} GPUs: one GPU each")
         device = torch.device("cuda", local_rank)
-        how |= dict(backend="nccl", device_id=device)
-    else:
-        torch.set_num_threads(max(1, usable_cores() // local_size))
-    if run := next(RUNS):
-        forget_earlier_run(device)
-    if launched:
-        try:
-            torch.cuda.set_device(-1 if device.index is None else device.index)  # -1: no GPU
-            store = dist.PrefixStore(f"{run}", find_store(RENDEZVOUS_TIMEOUT.total_seconds()))
-            dist.init_process_group(store=store, **how)
-        except (RuntimeError, ValueError) as error:
-            raise cannot_join(error, Ranks(rank, world_size, device)) from error
+        torch.cuda.set_device(device)
+        options = {"backend": "nccl", "device_id": device}
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(
+            1
+        )  # more are no faster in the demo, and 20 times slower on a busy core
+    if "RANK" in os.environ:
+        options |= {"rank": rank, "world_size": world_size, "timeout": COLLECTIVE_TIMEOUT}
+        if os.environ["MASTER_ADDR"] == "127.0.0.1" and LAUNCHER in os.environ:
+            options["store"] = loopback_store(rank, world_size)
+        dist.init_process_group(**options)
     return Ranks(rank, world_size, device)
+
+
+def loopback_store(rank: int, world_size: int) -> dist.TCPStore:
+    """The ranks' store, on the loopback alone; one that PyTorch opens listens on every interface."""
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    listener = None
+    if rank == 0:
+        listener = socket.create_server((address, port)).detach()
+    return dist.TCPStore(
+        address, port, world_size, rank == 0, COLLECTIVE_TIMEOUT, master_listen_fd=listener
+    )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Signals
+
+
+class Signals:
+    """The signals by which users and clusters stop a run.
+
+    While `in_training` the first one is only noted, as `received`: all ranks agree on it at the end
+    of the step. A second one ends the process at once, and so does the first at any other time; the
+    exit code is 128 + its number. A launcher that dies is a SIGTERM. A signal that was ignored at
+    the start, as by nohup, stays ignored.
+    """
+
+    def __init__(self):
+        self.received = 0  # a signal's number
+        self.in_training = False
+        self.received_at = 0.0
+        self.previous: dict[int, Any] = {}  # handlers
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self.previous[number] = signal.signal(number, self._handle)
+        end_with_launcher()
+        # The launcher blocks Ctrl-C until now: each rank would answer with a traceback of its imports.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.in_training = False
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received == number and now < self.received_at + SAME_SIGNAL:
+            return
+        speaks = os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ
+        name = signal.Signals(number).name
+        if self.received or not self.in_training:
+            if speaks:
+                print_error(f"{name}: stopped at once")
+            os._exit(128 + number)
+        self.received = number
+        self.received_at = now
+        if speaks:
+            print_error(
+                f"{name}: stopping after the step in progress; a second signal ends the run at once"
+            )
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this rank when its launcher dies. On Linux only."""
+    if "RANK" not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None and int(launcher) != os.getppid():  # it has died before that call
+        os._exit(128 + signal.SIGTERM)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Ends
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """main(), then the end of this process: errors that a user can act on are one line.
+
+    Exit codes: 0; 1 for an error; a SystemExit's or Stopped's own; see docs/running.md. After an
+    error the process ends without Python's shutdown, which can hang in the threads of NCCL or gloo.
+    """
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        main()
+    except SystemExit as error:
+        if error.code and not first:  # an option's: rank 0 prints it, and may still be importing
+            let_others_report(20)
+        raise
+    except KeyboardInterrupt:  # before Signals
+        end_process(128 + signal.SIGINT)
+    except Stopped as stopped:
+        message, code = stopped.args
+        if first and message:
+            print_error(message)
+        elif not first:
+            let_others_report(1)
+        end_process(code)
+    except RunError as error:
+        agreed = isinstance(error, AgreedError)
+        if not first:
+            let_others_report(20 if agreed else 2)
+        if first or not agreed:
+            print_error(f"error: {error}")
+        end_process(1)
+    except Exception as error:
+        message = describe(error)
+        if is_lost_rank(error):
+            let_others_report(5)
+        elif not first:  # a bug that all ranks meet is printed by rank 0, which ends them all
+            let_others_report(2)
+        if message:
+            print_error(message)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+        end_process(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    flush_consoles()
+
+
+def describe(error: Exception) -> str:
+    """One line for an error that comes from the machine; empty for any other."""
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, torch.OutOfMemoryError):
+        tried = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        size = f" (asked for {tried[1]})" if tried else ""
+        advice = "twice as many --micro_batches need about half of it"
+        return f"error: rank {rank} is out of GPU memory{size}: {advice}"
+    if is_lost_rank(error):
+        reason = str(error).strip().partition("\n")[0]
+        return f"error: rank {rank} lost another rank: {reason}"
+    return ""
+
+
+def is_lost_rank(error: Exception) -> bool:
+    """Whether a collective failed because another rank has died. gloo has no error type for it."""
+    words = ("gloo/transport", "Connection closed by peer")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def let_others_report(seconds: float) -> None:
+    """Wait so long for the launcher's SIGTERM, which it sends once a rank has ended with an error."""
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(seconds)
+
+
+def print_error(message: str) -> None:
+    """Print to stderr, unbuffered, as a signal handler may; one that is closed or full is no error."""
+    with suppress(OSError):
+        os.write(2, f"{message}\n".encode(errors="replace"))
+
+
+def flush_consoles() -> None:
+    """Flush stdout and stderr; one that is closed or full is given up."""
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # None if it was closed from the start
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python's shutdown fails on it
+            os.dup2(nowhere, number)
+
+
+def end_process(code: int) -> None:
+    flush_consoles()
+    os._exit(code)

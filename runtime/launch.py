@@ -1,0 +1,151 @@
+"""Start a training script's ranks on this machine, and end as the run does.
+
+    [RANKS=1] python runtime/launch.py [script.py] [--option=value …]     # as ./run.sh does
+
+One rank for each GPU, or two on the CPU. The ranks are plain processes, which find each other on the
+loopback. PyTorch's own launcher has one limit for the ranks to end, both after a signal, when a
+checkpoint may take minutes, and after another rank has died, when they should end within seconds.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SAME_SIGNAL = 1.0  # seconds in which a signal that comes again is the same one
+SECONDS_TO_END = 5.0  # for the other ranks, once one has ended with an error
+
+
+def main(arguments: list[str]) -> int:
+    """The run's exit code: 0, a failed rank's, or 128 + a signal's number."""
+    script, options = find_script(arguments)
+    count = 1 if {"-h", "--help"} & set(options) else number_of_ranks()
+    ranks = RankProcesses()
+    ranks.start([sys.executable, "-u", str(script), *options], count)
+    return ranks.wait()
+
+
+def find_script(arguments: list[str]) -> tuple[Path, list[str]]:
+    """The script, relative to the current folder or else to the project, and its options."""
+    if not arguments or arguments[0].startswith("-"):
+        return ROOT / "train_gpt.py", arguments
+    name, *options = arguments
+    for path in (Path(name), ROOT / name):
+        if path.is_file() and path.suffix == ".py":
+            return path, options
+    sys.exit(f"error: {name}: no such script; a script is a .py file, an option begins with --")
+
+
+def number_of_ranks() -> int:
+    """RANKS, or as many GPUs as divide 8, or two without a GPU."""
+    gpus = number_of_gpus()
+    text = os.environ.get("RANKS", "")
+    if not text:
+        return max([n for n in (1, 2, 4, 8) if n <= gpus], default=2)
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        sys.exit(f"error: RANKS={text}: must be a whole number from 1")
+    if gpus and int(text) > gpus:
+        sys.exit(f"error: RANKS={text}: more than the {gpus} GPUs of this machine")
+    return int(text)
+
+
+def number_of_gpus() -> int:
+    if not (os.path.exists("/dev/nvidia0") or os.path.exists("/dev/nvidiactl")):
+        return 0  # the import below takes two seconds
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def tell(message: str) -> None:
+    """Print to stderr, as a signal handler may."""
+    with suppress(OSError):  # a console that is closed or full ends nothing
+        os.write(2, f"{message}\n".encode(errors="replace"))
+
+
+class RankProcesses:
+    """The ranks of a run. A signal is passed on to all; a second one ends them at once."""
+
+    def __init__(self):
+        self.processes: list[subprocess.Popen] = []
+        self.received = 0  # a signal's number
+        self.received_at = 0.0
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+                signal.signal(number, self._handle)
+
+    def start(self, command: list[str], count: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        common = {"PYTHONHASHSEED": "0"}  # a set of strings has one order on all ranks
+        if "lo" in {name for _, name in socket.if_nameindex()}:  # Linux
+            common |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        common |= os.environ  # what the user has set stays
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        common |= {"WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{count}"}
+        common |= {"BANKRUN_LAUNCHER_PID": f"{os.getpid()}"}
+        # Ctrl-C waits until runtime/ranks.py handles it: the imports would end in a traceback each.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        for rank in range(count):
+            environment = common | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+            self.processes.append(subprocess.Popen(command, env=environment))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received == number and now < self.received_at + SAME_SIGNAL:
+            return
+        if self.received:
+            self._send(signal.SIGKILL)
+            os._exit(128 + number)
+        self.received = number
+        self.received_at = now
+
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            process.send_signal(number)  # nothing to one that has ended
+
+    def wait(self) -> int:
+        """Wait for all ranks. The first one that fails decides the exit code, and ends the others."""
+        code, failed_at, passed_on = 0, 0.0, False
+        while any(process.poll() is None for process in self.processes):
+            if self.received and not passed_on:
+                passed_on = True
+                name = signal.Signals(self.received).name
+                tell(
+                    f"{name}: stopping after the step in progress; a second signal ends the run at once"
+                )
+                self._send(self.received)
+            if not code:
+                code = self._failure()
+                failed_at = time.monotonic()
+            elif time.monotonic() > failed_at + SECONDS_TO_END:
+                self._send(signal.SIGKILL)
+            elif code != 128 + self.received:  # else they end by themselves
+                self._send(signal.SIGTERM)  # repeated, as a rank only notes the first one
+            time.sleep(0.05)
+        return code or self._failure()
+
+    def _failure(self) -> int:
+        """The exit code of a rank that has failed, or 0. One that a signal has killed is named."""
+        codes = [process.poll() or 0 for process in self.processes]
+        code = min(codes) or max(codes)
+        if code >= 0:
+            return code
+        if -code == self.received:
+            return 128 + self.received
+        tell(f"error: rank {codes.index(code)} was killed by {signal.Signals(-code).name}")
+        return 1
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks run: no traceback
+    sys.exit(main(sys.argv[1:]))

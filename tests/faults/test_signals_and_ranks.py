@@ -1,0 +1,196 @@
+"""Signals, and ranks that die: what users, clusters and consoles do to a run of runtime/launch.py."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common import ROOT, options, wait_until
+
+LAUNCH = [sys.executable, f"{ROOT / 'runtime/launch.py'}"]
+LOOP = f"{Path(__file__).with_name('step_loop.py')}"
+
+
+class Run:
+    """A launcher with its ranks, in a process group of their own, as a shell starts them."""
+
+    def __init__(self, folder: Path, command: list[str], **variables: str):
+        self.out = folder / "out"
+        self.err = folder / "err"
+        environment = {**os.environ, "RANKS": "2", **variables}
+        with open(self.out, "w") as out, open(self.err, "w") as err:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=err, start_new_session=True
+            )
+
+    def ranks(self) -> list[int]:
+        """Process ids."""
+        pid = self.process.pid
+        return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.out.read_text(), 60)
+
+    def end(self, seconds: float = 20) -> tuple[int, str]:
+        """The exit code, which must come within so many seconds, and what is on stderr."""
+        return self.process.wait(seconds), self.err.read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    """start(command, **environment variables) -> Run, which no process outlives."""
+    runs = []
+
+    def start_run(*command: str, **variables: str) -> Run:
+        runs.append(Run(tmp_path, [*LAUNCH, *(command or [LOOP])], **variables))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        try:
+            os.killpg(run.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_the_run_after_its_step(start, number):
+    """Sent to launcher and ranks alike, as terminals and clusters do: it is one signal."""
+    run = start()
+    run.wait_for("step:2")
+    os.killpg(run.process.pid, number)
+    code, printed = run.end()
+    assert code == 128 + number
+    assert printed.count("stopping after the step in progress") == 1
+    assert printed.count("stopped after step:") == 1
+    assert "Traceback" not in printed
+
+
+def test_a_second_signal_ends_the_run_at_once(start):
+    run = start(FAULT="if step == 2: time.sleep(100)")
+    run.wait_for("step:2")
+    run.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "SIGTERM: stopping" in run.err.read_text())
+    ranks = run.ranks()
+    run.process.send_signal(signal.SIGINT)
+    code, printed = run.end(5)
+    assert code == 128 + signal.SIGINT
+    assert "stopped after" not in printed
+    wait_until(lambda: not any(map(is_alive, ranks)), 5)
+
+
+def test_ctrl_c_while_the_ranks_import_is_no_traceback(start):
+    run = start()
+    wait_until(lambda: len(run.ranks()) == 2)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.end() == (
+        130,
+        "SIGINT: stopping after the step in progress; a second signal ends the run at once\n",
+    )
+
+
+def test_a_launcher_that_is_killed_takes_its_ranks_along(start):
+    run = start()
+    run.wait_for("step:2")
+    ranks = run.ranks()
+    run.process.kill()
+    wait_until(lambda: not any(map(is_alive, ranks)), 10)
+
+
+# Ranks
+
+
+def test_a_rank_that_is_killed_is_named_and_ends_the_run(start):
+    run = start()
+    run.wait_for("step:2")
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    code, printed = run.end(10)
+    rank = re.fullmatch(r"error: rank (\d) was killed by SIGKILL\n", printed)
+    assert code == 1 and rank, printed
+
+
+def test_a_rank_that_hangs_when_another_is_lost_is_killed(start):
+    """As one that waits inside NCCL, where Python does not hear a signal."""
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
+    run = start(FAULT=f"if step == 2 and ranks.first: exec('{block}'); time.sleep(100)")
+    run.wait_for("step:2")
+    os.kill(max(run.ranks()), signal.SIGKILL)
+    code, _ = run.end(15)
+    assert code == 1
+
+
+ERRORS = {  # FAULT, what is printed, and how many tracebacks
+    "of one rank": ("if step == 2 and ranks.rank == 1: 1 / 0", "rank1.*ZeroDivisionError", 1),
+    "of all ranks": ("if step == 2: 1 / 0", "rank0.*ZeroDivisionError", 1),
+    "no memory": (
+        "if step == 2 and ranks.rank == 1: raise torch.OutOfMemoryError(TRIED)",
+        r"^error: rank 1 is out of GPU memory \(asked for 2\.00 GiB\): .*--micro_batches",
+        0,
+    ),
+    "one line": ("if step == 2: raise RunError('not finite')", "^error: not finite$", 0),
+    "agreed": (
+        "if step == 2: ranks.on_all_ranks(open, '/missing' if ranks.rank else os.devnull)",
+        "^error: rank 1: .*No such file",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_ends_all_ranks_and_is_printed_once(start, error):
+    fault, expected, tracebacks = ERRORS[error]
+    code, printed = start(FAULT=fault).end()
+    assert code == 1
+    assert re.search(expected, printed, re.MULTILINE), printed
+    assert printed.count("Traceback") == tracebacks, printed
+
+
+# The console, and the network
+
+
+def test_the_ranks_listen_on_the_loopback_alone(start):
+    run = start()
+    run.wait_for("step:2")
+    sockets = set()
+    for pid in run.ranks():
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            sockets |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in sockets and fields[3] == "0A":  # listening
+                addresses.append(fields[1].partition(":")[0])
+    assert addresses and set(addresses) == {"0100007F"}, addresses  # 127.0.0.1
+
+
+# The training script
+
+
+def test_a_signal_saves_and_the_run_resumes(start, shards, tmp_path):
+    """train_gpt.py on two ranks: SIGUSR1, as a cluster warns, then --resume=latest to the end."""
+    arguments = options(shards, tmp_path, save_every=99, val_every=0, num_scheduled_iterations=40)
+    run = start(f"{ROOT / 'train_gpt.py'}", *arguments)
+    log = tmp_path / "logs" / "run.txt"
+    wait_until(lambda: log.exists() and "\nstep:2/" in log.read_text(), 100)
+    os.killpg(run.process.pid, signal.SIGUSR1)
+    code, printed = run.end(60)
+    assert code == 128 + signal.SIGUSR1, printed
+    assert list((tmp_path / "logs" / "run").glob("step_*.pt"))
+    code, printed = start(f"{ROOT / 'train_gpt.py'}", *arguments, "--resume=latest").end(100)
+    assert code == 0, printed
+    steps = re.findall(r"^step:(\d+)/42 train_time", log.read_text(), re.MULTILINE)
+    assert steps == [f"{step}" for step in range(1, 43)]
