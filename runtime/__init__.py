@@ -1,1 +1,1 @@
-"""What makes two runs comparable: options, ranks, log, clock, checkpoints, start and stop. Nothing here imports the recipe."""
+"""What surrounds the recipe: launcher, ranks, options, checks, log, checkpoints, CPU choices."""

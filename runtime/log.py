@@ -1,178 +1,146 @@
-"""The log and what stands in it: sources, environment, the clock's readings, step lines."""
+"""The log of a run: its sources, its environment, and its lines."""
 
 import os
+import platform
+import re
+import resource
 import sys
-import time
-from contextlib import suppress
+import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from data.shards import whole_file
-from launch.console import console, encoded, live_line, printable
-from launch.signals import STOPS
-from launch.sources import RULE
-from runtime.ranks import Ranks
+from data.shards import replace_file
+from runtime.sources import RULE, as_text, printable
 
-BANNER = "-" * 40
+# Variables that change what Python, PyTorch and their libraries compute, or how fast.
+VARIABLES = re.compile(
+    r"(TORCH(?!ELASTIC)|PYTORCH_|NVIDIA_TF32_|CUBLAS|CUDNN|NCCL_|GLOO_|TRITON_|MKL_|ONEDNN_)\w+"
+    r"|(KMP|OMP|GOMP|OPENBLAS|MALLOC)_\w+|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS)"
+)
+SET_BY_US = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def machine_facts(device: torch.device, world_size: int) -> list[str]:
+    """Versions, devices and variables, a line each."""
+    triton = sys.modules.get("triton")
+    triton_version = triton.__version__ if triton else "none"
+    facts = [
+        f"Python {sys.version}",
+        f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton_version}",
+        f"{platform.platform()}, {world_size} ranks",
+    ]
+    if device.type == "cuda":
+        for i in range(torch.cuda.device_count()):
+            facts.append(f"{i}: {torch.cuda.get_device_properties(i)}")
+    else:
+        host = zlib.crc32(platform.node().encode())  # times of two machines are not comparable
+        facts.append(f"host: {host:08x}, a CRC-32 of its name")
+        threads = torch.get_num_threads()
+        facts.append(f"cpu: {cpu_name()}, {os.cpu_count()} cores, {threads} threads a rank")
+    given = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if VARIABLES.fullmatch(name) and "/" not in value and value != SET_BY_US.get(name)
+    }
+    if given:
+        facts.append("variables: " + ", ".join(f"{x}={value!a}" for x, value in given.items()))
+    return facts
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    name = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return name[1] if name else platform.processor() or "unknown"
+
+
+def peak_memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated(device) >> 20
+        reserved = torch.cuda.max_memory_reserved(device) >> 20
+        return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"peak memory resident: {kib >> 10} MiB"
 
 
 def log_header(sources: dict[str, str], environment: list[str]) -> str:
-    """The sources, exactly, each but the first after a banner with its path; then the environment; each part ends in a rule."""
-    (_, script), *others = sources.items()
-    files = (line for path, text in others for line in (BANNER, f"# {path}", BANNER, text))
-    return "\n".join([script, *files, RULE, *environment, RULE])
-
-
-def same_run(path: Path, log: dict[str, str]) -> tuple[str, str] | None:
-    """A checkpoint's sources and environment, without later notes; None if the file at path is not its course's log or part."""
-    sources, environment = log["header"].removesuffix(f"\n{RULE}").rsplit(f"\n{RULE}\n", 1)  # sources may hold such lines
-    found = path.read_bytes().rstrip(b"\0") if path.is_file() else b""  # a machine that goes down can leave less, or NUL bytes
-    begin, text = f"{sources}\n{RULE}\n", found.decode(errors="replace").rstrip("\ufffd")
-    there, _, lines = text[len(begin) :].partition(f"\n{RULE}\n")
-    if not all(x.startswith(y) or y.startswith(x) for x, y in ((text[: len(begin)], begin), (lines, log["lines"]))):
-        return None
-    return (sources, environment) if f"{environment}\n{RULE}".startswith(there) or len(lines) >= len(log["lines"]) else None
+    """The sources, exactly, then the environment; each part ends in a rule."""
+    return "\n".join([as_text(sources), RULE, *environment, RULE])
 
 
 class Log:
-    """A file on the first rank, nothing on the others. The console sees what is asked to; a terminal one live line.
-    A resumed run's first line cuts its log where the checkpoint was made, with a note in the header. Lines that the disk does not
-    take wait for the next try; told once, and the run goes on. A file that is deleted, replaced or changed is made again."""
+    """A file on rank 0, nothing on other ranks. The console sees its lines too.
 
-    def __init__(self, ranks: Ranks, path: Path, header: str, resumed: dict[str, str] | None = None):
-        """header: see log_header; resumed: a checkpoint's log, `header` then being the note. Raises OSError or ValueError."""
-        self.quiet, self.live = not ranks.first, ranks.first and getattr(sys.stdout, "isatty", bool)()
-        self.path, self.header, self.lines, self.unwritten, self.warned = path, header, [], b"", False
-        self.place, self.size = (), 0  # of the file that this process has written: none yet
-        if resumed and not self.quiet:
-            if not (parts := same_run(path, resumed)):
-                raise ValueError(f"{path} is not the log of the checkpoint's run: move it, or give another --run_id")
-            self.header, self.lines = "\n".join([parts[0], RULE, parts[1], header, RULE]), [resumed["lines"]]
-        elif not self.quiet:
-            try:
-                self._write_all()
-            except OSError as error:
-                raise OSError(f"{error.filename or path}: {error.strerror or error}: see to it, or give another --log_dir") from error
+    Lines that a full disk does not take stay in memory until the next write; the run goes on."""
 
-    def write(self, text: object, console: bool = True) -> None:  # a line of the log
+    def __init__(self, path: Path, first: bool, header: str = "", lines: str = ""):
+        """header: see log_header. lines: of a resumed run, before its checkpoint. A file that is
+        there is replaced, all or nothing. Raises OSError."""
+        self.path = path
+        self.quiet = not first
+        self.live = first and sys.stdout is not None and sys.stdout.isatty()
+        self.header = header
+        self.lines = lines
+        self.unwritten = b""
         if self.quiet:
             return
-        self.lines.append(encoded(f"{text}\n").decode().replace("\0", "\\0"))  # as a checkpoint compares it with the file
-        self.unwritten += encoded(self.lines[-1])
-        try:
-            self._put()
-        except OSError as error:
-            if not self.warned:
-                self.show(f"{self.path}: {error.strerror or error}: the run goes on, the log's lines wait for room")
-            self.warned = True
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as file:
+            file.write(f"{header}\n{lines}".encode())
+        self.file = open(path, "ab", buffering=0)
+
+    def write(self, text: str, console: bool = True) -> None:
+        """Add lines to the log."""
+        if self.quiet:
+            return
         if console:
-            self.show(f"{text}")
+            self.show(text)
+        # A NUL byte, as a young model may write it, would make the log a binary file.
+        text = text.replace("\0", "\\x00") + "\n"
+        self.lines += text
+        self.unwritten += text.encode(errors="replace")
+        self._flush()
 
-    def _put(self, compare: bool = False) -> None:
-        there = os.stat(self.path) if self.path.exists() else None
-        kept = there and (there.st_dev, there.st_ino, there.st_size) == (*self.place, self.size)
-        if not kept or (compare and self.path.read_bytes() + self.unwritten != self._text()):
-            return self._write_all()
-        while self.unwritten:  # a full disk takes a part, then raises
-            written = self.file.write(self.unwritten)
-            self.size, self.unwritten = self.size + written, self.unwritten[written:]
-
-    def _text(self) -> bytes:
-        return encoded("".join([self.header, "\n", *self.lines]))
-
-    def _write_all(self) -> None:  # a new file of what is in memory, whole or not at all
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(self.path) as file:
-            file.write(self._text())
-        self.file, self.unwritten = open(self.path, "ab", buffering=0), b""
-        found = os.fstat(self.file.fileno())
-        self.place, self.size = (found.st_dev, found.st_ino), found.st_size
-
-    def show(self, text: str) -> None:  # any text for the console alone; a sample or a name cannot move its cursor
-        if text and not self.quiet:
-            console(("\r\x1b[K" if self.live else "") + printable(text))
-
-    def progress(self, line: str, live: str) -> None:
-        """A step's line: into the log; on a terminal as the live line, in a pipe as it is."""
+    def write_step(self, line: str, live: str) -> None:
+        """Add a step's line. A terminal shows `live` instead, over the one before."""
         self.write(line, console=not self.live)
         if self.live:
-            live_line(live)
+            self._print(f"\r\x1b[K{live}", end="")
+
+    def show(self, text: str) -> None:
+        """Print to the console alone."""
+        if not self.quiet:
+            self._print(("\r\x1b[K" if self.live else "") + printable(text))
+
+    def _flush(self) -> None:
+        try:
+            while self.unwritten:
+                written = self.file.write(self.unwritten)
+                self.unwritten = self.unwritten[written:]
+        except OSError as error:
+            self.show(f"{self.path}: {error.strerror}: lines are kept until there is disk space")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        try:
+            print(text, end=end, flush=True)
+        except (OSError, ValueError):  # a console that is closed or full ends nothing
+            sys.stdout = open(os.devnull, "w")
+            self.live = False
 
     def close(self) -> None:
-        if not self.quiet:
-            with suppress(OSError):  # lines that wait are shown below
-                self._put(compare=True)
-                self.file.close()
+        """Write what is left. Raises OSError if lines are lost."""
+        if self.quiet:
+            return
+        self._flush()
+        self.file.close()
+        self.quiet = True
         if self.unwritten:
-            self.show(f"{self.path} lacks its last {len(self.unwritten)} bytes:\n{self.unwritten.decode(errors='replace')}")
+            raise OSError(f"{self.path} lacks its last {len(self.unwritten)} bytes")
 
 
-def step_line(step: int, total: int, seconds: float, val_loss: float | None = None) -> str:
-    """In the format of the public speedrun, github.com/KellerJordan/modded-nanogpt: its tools read our logs."""
-    loss = "" if val_loss is None else f"val_loss:{val_loss:.4f} "
-    return f"step:{step}/{total} {loss}train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / max(step, 1):.2f}ms"
-
-
-class Clock:
-    """Training time: what lies between start and stop, each on a synchronised device."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.before, self.started = device, 0.0, None  # before: seconds until the last stop; None: it stands
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def start(self) -> None:
-        self.synchronize()
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        self.synchronize()
-        self.before, self.started = self.read(), None
-
-    def read(self) -> float:  # seconds; running, wait for the device first, or for the event of the step that is read
-        return self.before + (0 if self.started is None else time.perf_counter() - self.started)
-
-
-class StepReport:
-    """What all ranks have to say of a step: the mean of their losses and their reasons to stop, in one asynchronous all-reduce of
-    five numbers during the last backward pass, read before the update. The device never waits, all ranks decide alike, and a
-    loss that is not finite never reaches the weights. On a GPU the step's end is waited for one step later."""
-
-    def __init__(self, step: int, loss: Tensor, stop: int, ranks: Ranks):
-        """loss: of this rank, 0-dim; stop: one of STOPS, or 0. Launches the reduction."""
-        self.step, self.on_gpu, self.numbers = step, loss.is_cuda, loss.new_zeros(1 + len(STOPS))
-        self.numbers[0] = loss.detach() / ranks.world_size
-        if stop:
-            self.numbers[1 + STOPS.index(stop)].fill_(1)
-        self.work = dist.all_reduce(self.numbers, async_op=True) if ranks.world_size > 1 else None
-        if self.on_gpu:
-            self.sums, self.numbers = self.numbers, torch.empty(1 + len(STOPS), pin_memory=True)
-            self.arrived, self.ended, aside = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # the backward pass does not wait for other ranks
-                if self.work:
-                    self.work.wait()
-                self.numbers.copy_(self.sums, non_blocking=True)
-                self.arrived.record()
-
-    def read(self) -> tuple[float, int]:
-        """The loss, and the first of STOPS that any rank has, or 0: the same on all ranks."""
-        if self.on_gpu:
-            self.arrived.synchronize()
-        elif self.work:
-            self.work.wait()
-        self.loss, *stops = self.numbers.tolist()
-        return self.loss, next((stop for stop, ranks in zip(STOPS, stops) if ranks), 0)
-
-    def end(self) -> None:  # the step's work is launched
-        if self.on_gpu:
-            self.ended.record()
-
-    def wait(self) -> None:  # until the device is through with the step
-        if self.on_gpu:
-            self.ended.synchronize()
+def settings_text(settings: Any) -> str:
+    """The settings as one line, which records/ parses."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in vars(settings).items())
+    return f"{type(settings).__name__}({fields})"

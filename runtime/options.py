@@ -1,61 +1,127 @@
-"""Command-line options from a dataclass: a field is an option, its row says default, meaning and limits."""
+"""Command-line options from a dataclass: each field is an option with a default, a meaning and limits."""
 
 import argparse
 import dataclasses
+import difflib
 import math
+import os
 import re
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
 
-from launch.console import OptionParser, RunError, boolean, option_text, raise_first
+ROOT = Path(__file__).resolve().parent.parent
 
-# Settings that say what is written, and where: they do not make another run.
-OUTPUT_SETTINGS = frozenset({"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "trace_steps"})
-OUTPUT_SETTINGS |= {"sample_tokens", "sample_temperature", "sample_nucleus"}
-MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # shards may move: their tokens are compared
-MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one experiment, whose mean is taken
+# Settings that say what is written and where: they do not make another run.
+OUTPUT_SETTINGS = frozenset(
+    {"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "sample_tokens"}
+)
+MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # the tokens are compared
+MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one experiment
 
 
-def setting(default: Any, meaning: str, least: float = 1, choices: tuple[Any, ...] = (), path: bool = False) -> Any:
-    """A field of a settings dataclass. least: of a number; a float is above 0, unless that is 0 or less; choices: all its
-    values; path: a text that is a path: a ~ is the home folder, and launch/start.py makes it the project's where none is given."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "choices": choices, "path": path})
+def setting(
+    default: Any,
+    meaning: str,
+    least: float = 1,
+    choices: tuple[Any, ...] = (),
+    path: bool = False,
+) -> Any:
+    """A field of a settings dataclass. least: smallest value of an int; a float must be above 0,
+    or at least `least` if that is 0 or less. path: the default is relative to the project."""
+    limits = dict(meaning=meaning, least=least, choices=choices, path=path)
+    return dataclasses.field(default=default, metadata=limits)
 
 
 def check_values(settings: Any) -> None:
-    """Raise ValueError, naming the option, for a value that is outside of its field's limits."""
+    """Raise ValueError, naming the option, for a value outside its field's limits."""
     types = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
-        value, least, choices = getattr(settings, field.name), field.metadata.get("least", 1), field.metadata.get("choices")
-        kind, limit, must = types[field.name], "positive" if least == 1 else f"{least} or more", f"--{field.name}={value}: must be"
-        raise_first(
-            (kind is int and value < least, f"{must} {limit}"),
-            (kind is int and value >= 2**32, f"{must} below 2**32"),  # of a seed PyTorch takes no more bits on a CPU
-            (kind is float and not (0 < value < math.inf or least < 1 and least <= value < math.inf), f"{must} {limit} and finite"),
-            (choices and value not in choices, f"{must} {' or '.join(map(str, choices or ()))}"),
-        )
+        value = getattr(settings, field.name)
+        least = field.metadata.get("least", 1)
+        choices = field.metadata.get("choices")
+        limit = "positive" if least == 1 else f"at least {least}"
+        if types[field.name] is int and not least <= value < 2**32:
+            raise ValueError(f"--{field.name}={value}: must be {limit} and below 2**32")
+        if types[field.name] is float:
+            fits = value > 0 if least == 1 else value >= least
+            if not (fits and math.isfinite(value)):
+                raise ValueError(f"--{field.name}={value}: must be {limit} and finite")
+        if choices and value not in choices:
+            allowed = " or ".join(map(str, choices))
+            raise ValueError(f"--{field.name}={value}: must be {allowed}")
 
 
 def is_plain_name(text: str) -> bool:
-    """Can this be a file's name anywhere, short enough for an ending, without a meaning to a shell, glob or terminal?"""
-    return re.fullmatch(r"\w[\w.+=@,:~ ()-]*", text) is not None and text.isprintable() and len(text.encode()) <= 200
+    """Whether this can be a file's name anywhere, without a meaning to a shell."""
+    return re.fullmatch(r"\w[\w.+=@,-]*", text) is not None and len(text.encode()) <= 200
 
 
-def parse_options(settings: type, presets: dict[str, dict], preset: str, argv: list[str] | None = None) -> Any:
-    """The preset's settings, changed by --name=value in argv, or the process's own: what is wrong ends it, with code 2.
-    No preset: the first one on a GPU, else the last."""
-    import torch  # not above: the tools in records/ need none
-    preset = preset or [*presets][0 if torch.cuda.is_available() else -1]
-    parser = OptionParser(f"Train by the speedrun's recipe. The preset here is {preset!r}; options override its settings.")
-    parser.add_argument("--preset", choices=presets, default=preset, help="sizes and schedule to start from")
+class _Parser(argparse.ArgumentParser):
+    """Takes options in full only, and proposes a known one for a typo. Errors exit with code 2."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            name = unknown[0].partition("=")[0].replace("-", "_").replace("__", "--", 1)
+            near = difflib.get_close_matches(name, known, 1, 0.7)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unknown option {unknown[0]}{hint}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":  # once for all ranks
+            self.exit(2, f"error: {message}\n")
+        self.exit(2)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "1")
+
+
+def _project_path(default: str) -> str:
+    """A default path: of the project, wherever the user stands. Sources that were extracted from a
+    log are no whole project: they take the current directory's."""
+    if not (ROOT / "run.sh").exists():
+        return default
+    return default if Path.cwd() == ROOT else str(ROOT / default)
+
+
+def parse_options(settings: type, presets: dict[str, dict], argv: list[str] | None = None) -> Any:
+    """The settings of a preset, changed by --name=value. Without --preset: the first one on a GPU,
+    else the last. A bad option ends the process with code 2, a bad value raises ValueError later."""
+    import torch  # here, because tools that read this module do without
+
+    preset = list(presets)[0 if torch.cuda.is_available() else -1]
+    parser = _Parser(
+        allow_abbrev=False,
+        usage="%(prog)s [--option=value …]",
+        description=f"Train by the speedrun's recipe. The preset on this machine is {preset!r}.",
+    )
+    parser.add_argument("--preset", choices=presets, default=preset, help="settings to start from")
+    types = get_type_hints(settings)
     for field in dataclasses.fields(settings):
-        others = "".join(f"; {name}: {changes[field.name]}" for name, changes in presets.items() if field.name in changes)
-        meaning = f"{field.metadata.get('meaning', '')} ({field.default!r}{others})".replace("%", "%%")
-        kind = get_type_hints(settings)[field.name]
-        taken = {bool: boolean, str: option_text(field.metadata.get("meaning", ""), bool(field.metadata.get("path")))}
-        how = dict(type=taken.get(kind, kind if callable(kind) else str), metavar=getattr(kind, "__name__", f"{kind}").upper())
-        parser.add_argument(f"--{field.name}", **how, default=argparse.SUPPRESS, help=meaning)
+        others = [
+            f"{name}: {changes[field.name]}"
+            for name, changes in presets.items()
+            if field.name in changes
+        ]
+        defaults = "; ".join([repr(field.default), *others])
+        kind = types[field.name]
+        parser.add_argument(
+            f"--{field.name}",
+            type=_boolean if kind is bool else kind,
+            default=argparse.SUPPRESS,
+            metavar=kind.__name__.upper(),
+            help=f"{field.metadata.get('meaning', '')} ({defaults})".replace("%", "%%"),
+        )
     given = vars(parser.parse_args(argv))
     found = settings(**{**presets[given.pop("preset")], **given})
-    if other := [x for x, value in vars(dataclasses.replace(found)).items() if f"{value!r}" != f"{getattr(found, x)!r}"]:
-        raise RunError(f"the setting {other[0]} changes when settings are copied, as by __post_init__: derive it where it is used")
+    for field in dataclasses.fields(settings):
+        value = getattr(found, field.name)
+        if field.metadata.get("path") and value:
+            chosen = os.path.expanduser(value) if field.name in given else _project_path(value)
+            setattr(found, field.name, chosen)
     return found
