@@ -1,6 +1,7 @@
 """The model written a second time, for tests: loops, a T×T mask, no cleverness, any dtype.
 
-It takes the tables of layers and scalars from the script that is tested, and shares no code with it or triton_kernels.py.
+It takes the tables of layers and scalars from the script that is tested, and shares no code with
+it or with triton_kernels.py.
 """
 
 import math
@@ -15,6 +16,10 @@ EPS = 2.0**-23  # of the RMS norm
 
 def norm(x: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
+
+
+# -----------------------------------------------------------------------------
+# Attention
 
 
 def mask(cu_seqlens: Tensor, length: int, window: int) -> Tensor:
@@ -35,15 +40,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Te
 
 
 def frequencies(head_dim: int) -> list[float]:
-    """Radians a position, of each pair of neighbouring dims: a quarter as many as dims, then as many zeros."""
+    """Radians a position, of each pair of neighbouring dims: a quarter as many as dims, then zeros."""
     n = head_dim // 4
     return [(1 / 1024) ** (j / (n - 1) if n > 1 else 0) for j in range(n)] + [0.0] * n
 
 
 def rotate(x: Tensor, positions: list[list[int]], freq: list[float]) -> Tensor:
-    """x (T, H, D), positions[t][h]. Angles are products of fp32 numbers, rounded to fp32, as the tables are."""
-    angle = torch.tensor(positions, dtype=torch.float32)[..., None] * torch.tensor(freq, dtype=torch.float32)  # (T, H, D/2)
-    c, s = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    """x (T, H, D), positions[t][h]. Angles are fp32 products of fp32 numbers, as in the tables."""
+    position = torch.tensor(positions, dtype=torch.float32)
+    angle = position[..., None] * torch.tensor(freq, dtype=torch.float32)  # (T, H, D/2)
+    c = angle.cos().to(x.dtype)
+    s = angle.sin().to(x.dtype)
     y = torch.empty_like(x)
     y[..., 0::2] = c * x[..., 0::2] + s * x[..., 1::2]
     y[..., 1::2] = c * x[..., 1::2] - s * x[..., 0::2]
@@ -59,38 +66,57 @@ def offset_keys(k: Tensor) -> Tensor:
     return out
 
 
+def doubled(z: Tensor) -> Tensor:
+    """(2T, H/2, D): row 2t holds heads 0 .. H/2−1 of token t, row 2t+1 the others."""
+    half = z.size(1) // 2
+    rows = []
+    for token in z:
+        rows += [token[:half], token[half:]]
+    return torch.stack(rows)
+
+
 def layer_attention(
-    x: Tensor, W_qkv: Tensor, W_o: Tensor, head_gate: Tensor, value: Tensor | None, freq: list[float], scale: float,
-    cu_seqlens: Tensor, window: int, paired: bool, key_offset: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    W_qkv: Tensor,
+    W_o: Tensor,
+    head_gate: Tensor,
+    value: Tensor | None,
+    freq: list[float],
+    scale: float,
+    cu_seqlens: Tensor,
+    window: int,
+    paired: bool,
+    key_offset: bool,
+) -> Tensor:
     """x (T, dim), normed → (T, dim)."""
-    T, H = len(x), len(head_gate)
-    D = x.size(1) // H
-    heads = (x @ W_qkv.T).reshape(T, 3 * H, D)
-    q, k, v = heads[:, :H], heads[:, H : 2 * H], heads[:, 2 * H :]
+    T = len(x)
+    H = len(head_gate)
+    q, k, v = (x @ W_qkv.T).reshape(T, 3 * H, -1).split(H, 1)
     positions = [[2 * t + h % 2 if paired else t for h in range(H)] for t in range(T)]
-    q, k = rotate(norm(q), positions, freq), rotate(norm(k), positions, freq)
+    q = rotate(norm(q), positions, freq)
+    k = rotate(norm(k), positions, freq)
     if value is not None:
         v = v + value
     if key_offset:
         k = offset_keys(k)
     if paired:
-
-        def double(z: Tensor) -> Tensor:
-            """Row 2t holds heads 0 .. H/2−1 of token t, row 2t+1 the others."""
-            return torch.stack([z[r // 2, (r % 2) * H // 2 : (r % 2 + 1) * H // 2] for r in range(2 * T)])
-
-        y2 = attention(double(q), double(k), double(v), mask(2 * cu_seqlens, 2 * T, window), scale)
+        seen = mask(2 * cu_seqlens, 2 * T, window)
+        y2 = attention(doubled(q), doubled(k), doubled(v), seen, scale)
         y = torch.stack([torch.cat((y2[2 * t], y2[2 * t + 1])) for t in range(T)])
     else:
         y = attention(q, k, v, mask(cu_seqlens, T, window), scale)
     y = y * torch.sigmoid(x[:, :12] @ head_gate.T)[..., None]
-    return y.reshape(T, H * D) @ W_o.T
+    return y.reshape(T, -1) @ W_o.T
+
+
+# -----------------------------------------------------------------------------
+# The whole model
 
 
 def named_scalars(scalars: Tensor, table: dict[str, list[float]]) -> dict[str, Tensor]:
     """Each name's piece of the parameter, one piece after the other."""
-    pieces, first = {}, 0
+    pieces = {}
+    first = 0
     for name, values in table.items():
         pieces[name] = scalars[first : first + len(values)]
         first += len(values)
@@ -98,7 +124,7 @@ def named_scalars(scalars: Tensor, table: dict[str, list[float]]) -> dict[str, T
 
 
 def bigram_row(tokens: list[int], t: int, rows: int) -> int:
-    """Of the bigram table, for position t, by its token and the one before; in 32 bits, two's complement."""
+    """The row of position t in the bigram table: hashed in 32 bits, two's complement."""
     if t == 0:
         return rows - 1
     bits = 36313 * tokens[t] % 2**32 ^ 27191 * tokens[t - 1] % 2**32
@@ -106,36 +132,59 @@ def bigram_row(tokens: list[int], t: int, rows: int) -> int:
 
 
 def hidden_states(
-    p: dict[str, Tensor], layers: tuple[Any, ...], scalars: dict[str, list[float]], H: int, inputs: Tensor, cu_seqlens: Tensor,
-    windows: dict[str, int], freq: list[float], scale: float,
-) -> Tensor:  # fmt: skip
-    """What the head reads; p: parameters by label; layers, scalars: the script's tables; windows: tokens, by name."""
-    sigmoid, dim, tokens, s = torch.sigmoid, p["embed"].size(1), inputs.long(), named_scalars(p["scalars"], scalars)
+    p: dict[str, Tensor],
+    layers: tuple[Any, ...],
+    scalars: dict[str, list[float]],
+    H: int,
+    inputs: Tensor,
+    cu_seqlens: Tensor,
+    windows: dict[str, int],
+    freq: list[float],
+    scale: float,
+) -> Tensor:
+    """What the LM head reads. p: parameters by label; layers, scalars: the script's tables; windows:
+    positions, by name."""
+    sigmoid = torch.sigmoid
+    dim = p["embed"].size(1)
+    tokens = inputs.tolist()
+    s = named_scalars(p["scalars"], scalars)
     e = p["embed"][tokens]
     rows = [e[0]]
     for t in range(1, len(e)):
         rows.append(e[t] + s["smear_lambda"] * sigmoid(p["smear_gate"][0] @ e[t, :12]) * e[t - 1])
     x = x0 = norm(torch.stack(rows))
-    bigram = p["bigram_embed"][[bigram_row(tokens.tolist(), t, len(p["bigram_embed"])) for t in range(len(tokens))]]
+    bigram_rows = len(p["bigram_embed"])
+    bigram = p["bigram_embed"][[bigram_row(tokens, t, bigram_rows) for t in range(len(tokens))]]
     kept = {}
     for i, layer in enumerate(layers):
         if layer.add:
-            x = x + sigmoid(s["skip_lambda"]) * 2 * sigmoid(x0[:, :12] @ p["skip_gate"].T) * kept[layer.add]
+            gate = sigmoid(x0[:, :12] @ p["skip_gate"].T)
+            x = x + sigmoid(s["skip_lambda"]) * 2 * gate * kept[layer.add]
         x = s["resid_lambda"][i] * x + p["x0_lambdas"][i] * x0 + s["bigram_lambda"][i] * bigram
         if layer.window:
-            a = sum(bool(before.window) for before in layers[:i])
-            xn, value = norm(x), None
-            if n := layer.value_gate:
+            xn = norm(x)
+            value = None
+            n = layer.value_gate
+            if n:
                 row = sum(bool(before.value_gate) for before in layers[:i])
-                own = p["value_embeds"][tokens, row * dim : (row + 1) * dim]  # the layer's part of each token's long row
+                own = p["value_embeds"][tokens, row * dim : (row + 1) * dim]
                 G = p["ve_gate_bank"][row]
                 gate = 2 * sigmoid(xn[:, :n] @ G[:, :n].T + own[:, : 12 - n] @ G[:, n:].T)  # (T, H)
                 value = gate[..., None] * own.view(len(x), H, -1)
-            W_qkv, W_o = p["attn"][a, : 3 * dim], p["attn"][a, 3 * dim :]
+            a = sum(bool(before.window) for before in layers[:i])
             x = x + layer_attention(
-                xn, s["sa_lambda"][2 * i] * W_qkv, s["sa_lambda"][2 * i + 1] * W_o, p["attn_gate_bank"][a], value, freq, scale,
-                cu_seqlens, windows[layer.window], layer.paired, layer.key_offset,
-            )  # fmt: skip
+                xn,
+                s["sa_lambda"][2 * i] * p["attn"][a, : 3 * dim],
+                s["sa_lambda"][2 * i + 1] * p["attn"][a, 3 * dim :],
+                p["attn_gate_bank"][a],
+                value,
+                freq,
+                scale,
+                cu_seqlens,
+                windows[layer.window],
+                layer.paired,
+                layer.key_offset,
+            )
         x = x + F.relu(norm(x) @ p["mlp"][i, 0].T) ** 2 @ p["mlp"][i, 1]
         if layer.keep:
             kept[layer.keep] = x
@@ -147,7 +196,10 @@ def softcap(logits: Tensor) -> Tensor:
 
 
 def training_loss(logits: Tensor, targets: Tensor, weights: list[float]) -> Tensor:
-    """Σ_t Σ_k w_k · CE(z[t], targets[t + k])."""
+    """Σ_t Σ_k w_k · CE(z[t], targets[t + k]), over the targets that exist."""
     log_probs = torch.log_softmax(softcap(logits), -1)
     T = len(targets)
-    return sum(-w * log_probs[t, targets[t + k]] for k, w in enumerate(weights) for t in range(T) if t + k < T)
+    terms = []
+    for k, w in enumerate(weights):
+        terms += [-w * log_probs[t, targets[t + k]] for t in range(T - k)]
+    return sum(terms)

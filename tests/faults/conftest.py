@@ -1,34 +1,101 @@
-"""Runs here are small: tests/quick_runs.py."""
+"""Runs of tiny settings in this process: their ends, their logs, and data made for them."""
 
-import signal
-import sys
-import types
+import re
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 
-from launch import start as launcher
-from quick_runs import no_warm_up, one_thread  # noqa: F401
+from common import options, train_gpt
+from data.shards import read_shard, write_shard
+from runtime.ranks import RunError
+from runtime.sources import RULE
+
+
+def train_idea(arguments: list[str]) -> None:
+    """A run of an idea that draws random numbers in each step: a resume must draw the same."""
+    forward_backward = train_gpt.forward_backward
+
+    def noisy(step, manager, *others):
+        manager.model.scalars.data.add_(torch.rand(1), alpha=1e-3)
+        return forward_backward(step, manager, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "forward_backward", noisy)
+        train_gpt.main(arguments)
 
 
 @pytest.fixture
-def start(monkeypatch, capfd):
-    """start(arguments): the exit code, all lines, and the ranks that would start: their number and command."""
+def lines_of():
+    """lines_of(log) are its lines after the header, without times and memory."""
 
-    def run(*arguments: str) -> tuple[int, list[str], tuple]:
-        started: list = []
-        fake = lambda count, command, name, environ, marks: types.SimpleNamespace(wait=lambda: started.append((count, command)) or 0)
-        with monkeypatch.context() as patch:
-            patch.setattr(launcher, "Ranks", fake)
-            patch.setattr(sys, "path", sys.path[:])
-            patch.setattr(sys, "argv", sys.argv)
-            patch.setattr(signal, "signal", lambda *_: None)
-            capfd.readouterr()
-            with pytest.raises(SystemExit) as exit_:
-                launcher.main([*map(str, arguments)])
-        printed = "".join(capfd.readouterr())
-        return exit_.value.code, printed.splitlines(), started[0] if started else ()
+    def lines(log: Path) -> str:
+        text = log.read_text().split(f"{RULE}\n")[2]
+        return re.sub(r"(train_time:|step_avg:|resident: )\S+", r"\1", text)
 
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which PyTorch's compiler sets, in this process too
-    monkeypatch.delenv("RANKS", raising=False)
-    monkeypatch.delenv("SCRIPT", raising=False)
+    return lines
+
+
+@pytest.fixture
+def train(shards, tmp_path, lines_of):
+    """train(**options) runs to the end, and returns the log's lines."""
+
+    def run(**given) -> str:
+        train_idea(options(shards, tmp_path, **given))
+        return lines_of(tmp_path / "logs/run.txt")
+
     return run
+
+
+@pytest.fixture
+def error_of(train):
+    """error_of(**options) is the one line of the error that ends the run."""
+
+    def run(**given) -> str:
+        with pytest.raises(RunError) as error:
+            train(**given)
+        message = str(error.value.args[0])
+        assert message and "\n" not in message
+        return message
+
+    return run
+
+
+@pytest.fixture
+def early_error_of(error_of, monkeypatch):
+    """The same of a run that must end before the warm-up."""
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: pytest.fail("training has begun"))
+    return error_of
+
+
+@pytest.fixture(scope="session")
+def finished(shards, tmp_path_factory):
+    """The log folder of a finished run with checkpoints of steps 3, 6 and 8."""
+    folder = tmp_path_factory.mktemp("finished")
+    train_idea(options(shards, folder, save_every=3, keep_checkpoints=3))
+    return folder / "logs"
+
+
+@pytest.fixture
+def checkpoint(finished, tmp_path):
+    """That of step 3, in a copy of this folder."""
+    shutil.copytree(finished, tmp_path / "logs")
+    return tmp_path / "logs/run/step_000003.pt"
+
+
+@pytest.fixture
+def make_data(shards, tmp_path):
+    """make_data(train shards, tokens of each, tokens for validation) is a folder with such shards."""
+
+    def make(count: int = 1, tokens: int = 4096, val_tokens: int = 1024) -> Path:
+        source = read_shard(shards / "local_train_000000.bin")
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        for i in range(count):
+            part = source[i * tokens : (i + 1) * tokens]
+            write_shard(folder / f"own_train_{i:06d}.bin", part)
+        write_shard(folder / "own_val_000000.bin", source[-val_tokens:])
+        return folder
+
+    return make

@@ -1,0 +1,214 @@
+"""Promise 2: bad options, bad data, a bad checkpoint and a full disk are one line before step 0."""
+
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+
+from common import ROOT, SCRIPT, options, run_fresh, train_gpt
+from runtime import checkpoints
+from runtime.checkpoints import read_checkpoint, write_checkpoint
+
+LAUNCH = [sys.executable, ROOT / "runtime/launch.py", SCRIPT]
+
+# -----------------------------------------------------------------------------
+# Settings
+
+
+def test_an_error_is_printed_once_for_all_ranks(shards, tmp_path):
+    """Through the launcher: one line, no traceback, code 1."""
+    arguments = options(shards, tmp_path, micro_batches=2)
+    done = run_fresh([*LAUNCH, *arguments], env={**os.environ, "RANKS": "3"})
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: --micro_batches=2 cannot be shared by 3 ranks")
+    assert done.stderr.count("\n") == 1 and done.stderr.endswith("\n")
+    assert done.stdout == ""
+    assert not (tmp_path / "logs").exists()
+
+
+BAD_VALUES = {
+    "out of range": (dict(val_every=-1), "--val_every=-1: must be at least 0"),
+    "micro-batches": (dict(micro_batches=7), "do not divide into 7 micro-batches"),
+    "model": (dict(num_heads=3), "--num_heads=3: must be even"),
+    "run id": (dict(run_id="a/b"), "--run_id='a/b': must be a plain file name"),
+    "log folder": (dict(log_dir="/dev/null"), "/dev/null"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_a_value_that_cannot_be_used(early_error_of, case):
+    given, message = BAD_VALUES[case]
+    assert message in early_error_of(**given)
+
+
+# -----------------------------------------------------------------------------
+# Data
+
+
+def test_a_folder_without_shards_is_named_with_what_lies_there(early_error_of, tmp_path):
+    assert "no such folder" in early_error_of(data=tmp_path / "nowhere")
+    (tmp_path / "fineweb.parquet").touch()
+    error = early_error_of(data=tmp_path)
+    assert f"{tmp_path}/*_train_*.bin" in error
+    assert "'fineweb.parquet'" in error
+
+
+def truncate(shard):
+    os.truncate(shard, shard.stat().st_size - 2)
+
+
+def replace_by_text(shard):
+    shard.write_bytes(b"To be, or not to be. " * 99)
+
+
+BAD_SHARDS = {
+    truncate: "truncated or damaged",
+    replace_by_text: "not a token shard",
+}
+
+
+@pytest.mark.parametrize("damage", BAD_SHARDS)
+def test_a_shard_that_cannot_be_used_is_named(early_error_of, make_data, damage):
+    data = make_data()
+    shard = data / "own_train_000000.bin"
+    damage(shard)
+    error = early_error_of(data=data)
+    assert str(data) in error
+    assert BAD_SHARDS[damage] in error
+
+
+def test_too_few_tokens(early_error_of, make_data):
+    data = make_data(tokens=2048, val_tokens=512)
+    error = early_error_of(data=data, val_tokens=256)
+    assert "8 steps need" in error and "--num_scheduled_iterations" in error
+    error = early_error_of(data=data)
+    assert "validation needs 513 tokens, but it has 512" in error
+
+
+# -----------------------------------------------------------------------------
+# Run ids and checkpoints
+
+
+def test_a_run_id_that_is_training(train, error_of, monkeypatch):
+    """As a second ./run.sh of the same command: the first one goes on."""
+    validate, errors = train_gpt.validate, []
+
+    def start_another(*args):
+        if not errors:
+            errors.append(error_of())
+        return validate(*args)
+
+    monkeypatch.setattr(train_gpt, "validate", start_another)
+    assert "step:8/8 val_loss" in train()
+    assert errors == ["--run_id=run: a run of this name is training now"]
+
+
+def test_a_run_id_that_exists(early_error_of, checkpoint):
+    assert "--resume=latest, or give another --run_id" in early_error_of()
+    shutil.rmtree(checkpoint.parent)
+    assert "run.txt exists: give another --run_id" in early_error_of()
+
+
+def rewrite(path, **changes):
+    write_checkpoint(path, read_checkpoint(path) | changes, 9)
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def replace_by_torch_save(path):
+    torch.save({"step": 3}, path)
+
+
+class Code:
+    """What runs when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.unlink, (str(self.path),)
+
+
+def put_code_into_it(path):
+    rewrite(path, code=Code(path))
+
+
+def rename_a_parameter(path):
+    state = read_checkpoint(path)["state"]
+    state["parameters"]["wte"] = state["parameters"].pop("embed")
+    rewrite(path, state=state)
+
+
+BAD_CHECKPOINTS = {
+    os.unlink: "cannot be read: No such file",
+    flip_a_bit: "damaged or cut short",
+    replace_by_torch_save: "not a checkpoint of this version",
+    put_code_into_it: "cannot be loaded",
+    rename_a_parameter: "wte was (384, 32) torch.float32, is not there",
+}
+
+
+@pytest.mark.parametrize("damage", BAD_CHECKPOINTS)
+def test_a_checkpoint_that_cannot_be_used(early_error_of, checkpoint, damage):
+    damage(checkpoint)
+    error = early_error_of(resume=checkpoint)
+    assert damage is os.unlink or checkpoint.exists()
+    assert error.startswith(str(checkpoint)) and BAD_CHECKPOINTS[damage] in error
+
+
+OTHER_SETTINGS = {
+    "a rate": (dict(adam_lr_scale=0.5), "--adam_lr_scale was 0.6, is 0.5"),
+    "a size": (dict(bigram_rows=384), "bigram_embed was (768, 32) torch.float32, is (384, 32)"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SETTINGS)
+def test_a_checkpoint_of_other_settings(early_error_of, checkpoint, case):
+    given, message = OTHER_SETTINGS[case]
+    assert message in early_error_of(resume=checkpoint, **given)
+
+
+def test_a_checkpoint_of_other_data_or_another_schedule(
+    early_error_of, checkpoint, make_data, monkeypatch
+):
+    data = make_data(tokens=16384)
+    error = early_error_of(resume=checkpoint, data=data)
+    assert "shard local_train_000000.bin was" in error
+    first, *others = train_gpt.STAGES
+    monkeypatch.setattr(train_gpt, "STAGES", (first._replace(batch=16), *others))
+    error = early_error_of(resume=checkpoint)
+    assert "schedule: tokens was" in error
+
+
+def test_no_checkpoint_to_resume(early_error_of):
+    assert early_error_of(resume="latest").startswith("latest: no usable checkpoint in ")
+
+
+def test_no_disk_space_for_checkpoints(early_error_of, monkeypatch):
+    """Counted before the start: two are kept, and the third is written before one is deleted."""
+    usage = shutil.disk_usage("/")
+    for free in (1 << 20, 12 << 20):
+        small = usage._replace(free=free)
+        monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: small)
+        error = early_error_of(save_every=2)
+        assert "3 checkpoints may need" in error and f"{free:,} are free" in error
+
+
+def test_an_optimizer_that_no_checkpoint_would_hold(early_error_of, monkeypatch):
+    """A copy of the script that trains some parameters by torch.optim may run, but not save."""
+    init = train_gpt.TrainingManager.__init__
+
+    def with_adamw(self, model, h):
+        init(self, model, h)
+        self.others = [torch.optim.AdamW([model.embed])]
+
+    monkeypatch.setattr(train_gpt.TrainingManager, "__init__", with_adamw)
+    error = early_error_of(save_every=4)
+    assert "TrainingManager.others" in error and "torch.optim.AdamW" in error
+    assert "--save_every=0" in error

@@ -1,0 +1,81 @@
+"""Promises 1, 6 and 7, through the commands that users type: any folder, any console, whole logs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from common import ROOT, SCRIPT, options, run_fresh
+from runtime.sources import RULE
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project, without its data and logs."""
+    folder = tmp_path_factory.mktemp("project")
+    for path in (*ROOT.glob("*.py"), ROOT / "run.sh", ROOT / "requirements.txt"):
+        shutil.copy(path, folder)
+    for name in ("runtime", "data"):
+        (folder / name).mkdir()
+        for path in (ROOT / name).glob("*.py"):
+            shutil.copy(path, folder / name)
+    return folder
+
+
+def test_an_idea_runs_from_any_folder_and_its_log_holds_every_source(project, shards, tmp_path):
+    """With a module beside it, and one that the first step imports."""
+    ideas = project / "ideas"
+    (ideas / "parts").mkdir(parents=True)
+    script = (ROOT / "train_gpt.py").read_text()
+    script = script.replace("\nimport torch\n", "\nimport own_part\nimport torch\n", 1)
+    script = re.sub("(?m)^def forward_backward.*\n", r"\g<0>    import parts.late\n", script)
+    (ideas / "idea.py").write_text(script)
+    (ideas / "own_part.py").write_text("# own part\n")
+    (ideas / "parts/late.py").write_text("# imported late\n")
+    given = [x for x in options(shards, tmp_path) if not x.startswith("--log_dir")]
+    command = [project / "run.sh", "ideas/idea.py", *given]
+    done = run_fresh(command, cwd=tmp_path, env=ENVIRONMENT | {"RANKS": "1"})
+    assert (done.returncode, done.stderr) == (0, "")
+    log = (project / "logs/run.txt").read_text()
+    sources, environment, lines, end = log.split(f"\n{RULE}\n")
+    assert sources.startswith(script)
+    for name in ("ideas/own_part.py", "runtime/run.py", "data/loader.py", "triton_kernels.py"):
+        text = (project / name).read_text()
+        assert f"\n# {name}\n{'-' * 40}\n{text}" in sources
+    assert "\nshards: 'local_train_000000.bin' " in environment
+    assert "step:8/8 val_loss:" in lines
+    assert end.startswith("peak memory resident: ")
+    assert lines.endswith(f"\n# ideas/parts/late.py\n{'-' * 40}\n# imported late\n")
+    shown = [line for line in done.stdout.splitlines() if line.startswith("step:")]
+    assert shown == [line for line in lines.splitlines() if line.startswith("step:")]
+
+
+def test_torchrun_by_hand(shards, tmp_path):
+    """From another folder, on two ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc_per_node=2", SCRIPT, *options(shards, tmp_path)]
+    done = run_fresh(command, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "\nstep:8/8 val_loss:" in (tmp_path / "logs/run.txt").read_text()
+
+
+@pytest.mark.parametrize("console", ["| head -n1", ">/dev/full 2>&1", ">&-"])
+def test_a_console_that_takes_no_more_ends_nothing(shards, tmp_path, console):
+    arguments = " ".join(options(shards, tmp_path))
+    launch = f'"{sys.executable}" "{ROOT}/runtime/launch.py" "{SCRIPT}" {arguments} {console}'
+    command = ["bash", "-o", "pipefail", "-c", launch]
+    done = subprocess.run(command, env=ENVIRONMENT | {"RANKS": "1"}, capture_output=True, text=True)
+    log = tmp_path / "logs/run.txt"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (f"log: {log}\n" if "head" in console else "")
+    assert log.read_text().splitlines()[-1].startswith("peak memory resident: ")

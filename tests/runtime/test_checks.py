@@ -1,0 +1,51 @@
+"""runtime/checks.py: settings that cannot run, and a preset's data. The tables: tests/recipe."""
+
+import subprocess
+
+import pytest
+
+from common import train_gpt
+from runtime import checks
+from runtime.ranks import RunError
+
+SETTINGS = {
+    r"--batch_unit=100 \(stage 1\): \d+ tokens do not divide": dict(batch_unit=100),
+    "--val_batch_tokens=99": dict(val_batch_tokens=99, val_tokens=99),
+    "steps: at most a million": dict(num_scheduled_iterations=10**6),
+    "--micro_batches=8 cannot be shared by 3 ranks": dict(world_size=3),
+    "--doc_slots=999999": dict(doc_slots=999_999),
+    "--block_size=999999": dict(block_size=999_999),
+    "must be a multiple of --val_batch_tokens": dict(val_tokens=2_097_153),
+    "--bos_id=60000: must be below": dict(bos_id=60_000),
+    "so at most 65536": dict(vocab_size=70_000),
+    "--keep_checkpoints=0: must be positive": dict(keep_checkpoints=0),
+    "klingon": dict(encoding="klingon"),
+}
+
+
+@pytest.mark.parametrize("message", SETTINGS)
+def test_settings_that_cannot_run(message):
+    changes = {"world_size": 1, **SETTINGS[message]}
+    world_size = changes.pop("world_size")
+    train_gpt.Hyperparameters().check(8)
+    with pytest.raises(ValueError, match=message):
+        train_gpt.Hyperparameters(**changes).check(world_size)
+
+
+def test_a_presets_data_are_made_once(tmp_path, monkeypatch):
+    """By its tool, which has told what is wrong if it fails. Other folders are the user's."""
+    commands = []
+
+    def run(command):
+        commands.append(command[1])
+        return subprocess.CompletedProcess(command, len(commands) - 1)
+
+    monkeypatch.setattr(checks.subprocess, "run", run)
+    monkeypatch.setitem(checks.DATA_TOOLS, tmp_path, "data/local_text.py")
+    checks.make_default_data(str(tmp_path))
+    with pytest.raises(RunError, match="data/local_text.py failed"):
+        checks.make_default_data(str(tmp_path))
+    (tmp_path / "x_train_000000.bin").touch()
+    checks.make_default_data(str(tmp_path))
+    checks.make_default_data(str(tmp_path / "mine"))
+    assert commands == [str(checks.ROOT / "data/local_text.py")] * 2
