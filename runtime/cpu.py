@@ -156,18 +156,6 @@ class JITFunction:
 
     def __init__(self, function: Callable):
         self.__name__ = function.__name__
-        self.__doc__ = function.__doc__
-
-    def __getitem__(self, grid: Any) -> Callable:
-        raise RuntimeError(f"{self.__name__} needs Triton: pip install triton, or use the CPU")
-
-
-def _cdiv(x: int, y: int) -> int:
-    return -(-x // y)
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 class _Constexpr:
@@ -176,16 +164,14 @@ class _Constexpr:
 
 
 class TensorDescriptor:
-    @staticmethod
-    def from_tensor(tensor: Any, block_shape: list[int]) -> Any:
-        return tensor
+    """Only a launch makes one."""
 
 
 tl = SimpleNamespace(constexpr=_Constexpr)
 triton = SimpleNamespace(
     jit=JITFunction,
     JITFunction=JITFunction,
-    cdiv=_cdiv,
-    next_power_of_2=_next_power_of_2,
+    cdiv=lambda x, y: -(-x // y),
+    next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
     knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),
 )

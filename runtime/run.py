@@ -309,9 +309,8 @@ class Run:
     def must_pause(self, step: int) -> bool:
         """Whether a checkpoint is due before `step`, or all ranks have agreed to stop."""
         every = self.settings.save_every
-        at = step % every == 0 or step == self.last_step if every else False
-        due = at and step > self.first_step
-        return bool(self.reason or due)
+        on_schedule = every > 0 and (step % every == 0 or step == self.last_step)
+        return bool(self.reason) or (on_schedule and step > self.first_step)
 
     def save_or_stop(self, step: int) -> None:
         """Save if that is due. Raises Stopped after a signal, AgreedError after bad data; both save

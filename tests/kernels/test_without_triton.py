@@ -1,4 +1,4 @@
-"""Where Triton has no wheel the trainer runs, and a kernel that is launched says what it needs."""
+"""Where Triton has no wheel the trainer runs all the same."""
 
 import os
 import sys
@@ -37,16 +37,6 @@ def test_the_tests_are_found_without_triton(blocked) -> None:
     found = run_fresh(command, cwd=ROOT, env=blocked, timeout=120)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr
     assert "kernels/test_references.py" in found.stdout
-
-
-def test_a_kernel_says_that_it_needs_triton(blocked) -> None:
-    code = """
-import torch, triton_kernels as tk
-with tk.kernels_of("cuda"):
-    tk.transpose_copy(torch.ones(2, 3), torch.zeros(3, 2))
-"""
-    done = run_fresh([sys.executable, "-c", code], env=blocked, timeout=120)
-    assert done.returncode and "RuntimeError: transpose_kernel needs Triton" in done.stderr
 
 
 def test_the_stand_in_counts_like_triton() -> None:
