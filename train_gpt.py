@@ -141,7 +141,7 @@ DEMO = dict(
     attention_scale=0.28,  # normed queries have length √head_dim: narrow heads make small logits
     num_scheduled_iterations=384, num_extension_iterations=8,
     batch_unit=72, micro_batches=2, block_size=32,
-    momentum_warmup=1000, muon_lr_scale=1.3, adam_lr_scale=0.6,  # for a short run
+    momentum_warmup=1000, muon_lr_scale=1.3, adam_lr_scale=1.5,  # for a short run
     val_every=150, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )
 # fmt: on
