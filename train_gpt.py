@@ -2,8 +2,8 @@
 
 Result so far: the demo on two CPU cores, and 50 steps of the record preset on one H100 (records/).
 The arithmetic is proven on CPUs by ./test.sh: every kernel against a reference, 1 to 16 ranks
-against one. The recipe is public record 70 of github.com/KellerJordan/modded-nanogpt, whose ten
-logs of 1507 + 40 steps have a mean loss of 3.27824.
+against one. The recipe is public record 77 of github.com/KellerJordan/modded-nanogpt, whose
+twenty logs of 1450 + 40 steps have a mean loss of 3.27840.
 
     ./run.sh                                               # record preset on GPUs, demo without
     ./run.sh ideas/idea.py --num_scheduled_iterations=200  # your own copy, your own settings
@@ -72,7 +72,6 @@ class Hyperparameters:
     vocab_size: int = setting(50257, "token ids are below this; the model pads it to a multiple of 128")
     bos_id: int = setting(50256, "the token that begins every document", least=0)
     encoding: str = setting("gpt2", "tiktoken encoding that turns tokens into text, or 'bytes'")
-    max_doc_len: int = setting(2048, "training documents are cut at this many tokens", least=2)
     doc_slots: int = setting(0, "length of cu_seqlens (max documents + 1); 0: by batch size", least=0)
     # Model
     model_dim: int = setting(768, "width of the residual stream, num_heads * head_dim")
@@ -85,13 +84,13 @@ class Hyperparameters:
     compile: bool = setting(True, "torch.compile the model")
     seed: int = setting(0, "of the initial weights", least=0)
     # Schedule
-    num_scheduled_iterations: int = setting(1507, "steps of the stages")
+    num_scheduled_iterations: int = setting(1450, "steps of the stages")
     num_extension_iterations: int = setting(40, "steps after them, at a low rate and wider windows", least=0)
     comms: str = setting("sharded", "how large parameters are reduced", choices=("sharded", "replicated"))
     grad_dtype: str = setting("param", "dtype in which gradients accumulate", choices=("param", "float32"))
     batch_unit: int = setting(16384, "tokens in a batch unit; STAGES says how many units a step takes")
     micro_batches: int = setting(8, "forward passes of a step, shared by the ranks; more fit smaller GPUs")
-    block_size: int = setting(128, "tokens in a block, the unit of the attention windows")
+    block_size: int = setting(128, "tokens in a block, the unit of windows and document cuts")
     adam_lr_scale: float = setting(1.0, "scales every Adam learning rate in PARAM_TABLE")
     muon_lr_scale: float = setting(1.0, "scales every NorMuon learning rate in PARAM_TABLE")
     momentum_warmup: int = setting(300, "steps over which NorMuon's momentum rises", least=0)
@@ -121,8 +120,8 @@ class Hyperparameters:
 
     @property
     def stream(self) -> dict[str, int]:
-        """What decides, besides the batch sizes, which tokens a micro-batch holds."""
-        names = ("max_doc_len", "micro_batches", "doc_slots", "bos_id", "vocab_size")
+        """What decides, besides the stages, which tokens a micro-batch holds."""
+        names = ("micro_batches", "doc_slots", "bos_id", "vocab_size")
         return {name: getattr(self, name) for name in names}
 
     def check(self, world_size: int) -> None:
@@ -136,7 +135,7 @@ class Hyperparameters:
 # widths, bytes as tokens.
 # fmt: off
 DEMO = dict(
-    data="data/local", vocab_size=257, bos_id=256, encoding="bytes", max_doc_len=384,
+    data="data/local", vocab_size=257, bos_id=256, encoding="bytes",
     bigram_rows=16_384, model_dim=64, num_heads=2, head_dim=32, dtype="float32", compile=False,
     attention_scale=0.28,  # normed queries have length √head_dim: narrow heads make small logits
     num_scheduled_iterations=384, num_extension_iterations=8,
@@ -210,9 +209,10 @@ def zeros_for(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, device=rows.device, dtype=at_least_fp32(rows.dtype))
 
 
-def scalar(x: float) -> Tensor:
-    """A 0-dim CPU tensor: changing it recompiles no update, and it never widens a tensor."""
-    return torch.tensor(x, dtype=torch.float64)
+def scalar(x: float | Tensor) -> Tensor:
+    """A 0-dim CPU tensor: changing it recompiles no update, and it never widens a tensor. A tensor
+    stays as it is."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,9 @@ class Adam(ParamConfig):
 
     lr: float = 0.008
     weight_decay: float = 0.005
+    lr_mul: float | tuple[float, ...] = (
+        1.0  # a tuple: by column, its last entry for all that follow
+    )
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-10
 
@@ -231,11 +234,22 @@ class Adam(ParamConfig):
             "exp_avg_sq": zeros_for(rows, rows.shape),
         }
 
-    def update(self, rows: Tensor, grad: Tensor, state: dict[str, Any], args: UpdateArgs) -> None:
+    def constants(self, rows: Tensor, first: int) -> dict[str, Tensor]:
+        """column_lr_mul (cols,), if lr_mul goes by column."""
+        if not isinstance(self.lr_mul, tuple):
+            return {}
+        muls = self.lr_mul + self.lr_mul[-1:] * (rows.size(-1) - len(self.lr_mul))
+        dtype = at_least_fp32(rows.dtype)
+        return {"column_lr_mul": torch.tensor(muls, dtype=dtype, device=rows.device)}
+
+    def update(
+        self, rows: Tensor, grad: Tensor, state: dict, args: UpdateArgs, column_lr_mul: Any = None
+    ) -> None:
         state["step"] += 1
         t = state["step"]
         beta1, beta2 = self.betas
-        lr = self.lr * args.lr_schedule * self.lr_mul
+        lr_mul = self.lr_mul if column_lr_mul is None else column_lr_mul
+        lr = self.lr * args.lr_schedule * lr_mul
         step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
         # The decay is quadratic in the rate, multipliers included, as in the public recipe.
         squared_lr_decay = lr * lr * self.weight_decay * self.wd_mul
@@ -306,7 +320,7 @@ PARAM_TABLE: dict[str, ParamConfig] = {
     "skip_gate":      Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.05, wd_mul=0.0),
     "attn_gate_bank": Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
     "ve_gate_bank":   Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
-    "x0_lambdas":     Adam("replicated", every=2, betas=(0.65, 0.95), lr_mul=5.00, wd_mul=0.0),
+    "layer_lambdas":  Adam("replicated", every=2, betas=(0.90, 0.95), lr_mul=(5.0, 5.0, 1.0), wd_mul=0.0),
     # LM head and embedding, which are tied for two thirds of the run.
     "lm_head":        Adam("sharded",    every=2, betas=(0.50, 0.95), lr_mul=1.00, wd_mul=150.0),
     "embed":          Adam("sharded",    every=2, betas=(0.50, 0.95), lr_mul=1.00, wd_mul=150.0,
@@ -317,12 +331,12 @@ PARAM_TABLE: dict[str, ParamConfig] = {
 # update hides most of mlp's; on steps with Adam the interconnect never idles (predicted: bench/order.py).
 SCATTER_ORDER = (
     "attn", "mlp", "scalars", "value_embeds", "bigram_embed", "smear_gate", "skip_gate",
-    "attn_gate_bank", "ve_gate_bank", "x0_lambdas", "lm_head", "embed",
+    "attn_gate_bank", "ve_gate_bank", "layer_lambdas", "lm_head", "embed",
 )
 # The order of the updates. Small ones first, while big reductions travel. The slow banks come last,
 # while embeddings are gathered. lm_head before embed, which copies it while they are tied.
 WORK_ORDER = (
-    "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas",
+    "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas",
     "value_embeds", "bigram_embed", "lm_head", "embed", "attn", "mlp",
 )
 # fmt: on
@@ -340,22 +354,24 @@ class Layer:
     paired: bool = False  # a token becomes two positions, one for each half of the heads
     key_offset: bool = False  # half of the key dims look one position back
     value_gate: int = 0  # dims of x that its value embedding's gate reads; 0: no value embedding
-    keep: str = ""  # name under which its output is kept; "backout" is subtracted at the end
+    same_input: bool = False  # its attention reads what the layer before's read, not its own input
+    keep: str = ""  # name under which its output is kept
     add: str = ""  # the kept output that is added, gated, to its input
 
 
+# Layers 8 to 10 attend over one tensor, layer 7's output: late MLPs predict, and nobody reads them.
 LAYERS = (
     Layer(0, "short", paired=True),
     Layer(1, "short", value_gate=6),
     Layer(2, "short", paired=True, value_gate=12),
-    Layer(3, "long", key_offset=True, keep="skip"),
+    Layer(3, "long", key_offset=True, keep="c3"),
     Layer(4, "short"),
     Layer(5, "short", paired=True),
-    Layer(6, add="skip"),
-    Layer(7, "short", keep="backout"),
+    Layer(6, add="c3"),
+    Layer(7, "short", keep="c7"),
     Layer(8, "short", value_gate=6),
-    Layer(9, "short", paired=True, value_gate=12),
-    Layer(10, "long", key_offset=True, value_gate=6),
+    Layer(9, "short", paired=True, value_gate=12, same_input=True),
+    Layer(10, "long", key_offset=True, value_gate=6, same_input=True),
 )
 ATTENTION_LAYERS = sum(bool(layer.window) for layer in LAYERS)  # 10: 40 matrices
 VALUE_LAYERS = sum(bool(layer.value_gate) for layer in LAYERS)
@@ -363,12 +379,20 @@ MLP_BANK_LAYERS = -(-len(LAYERS) // 4) * 4  # 12, one unused: 24 matrices divide
 GATE_DIM = 12  # inputs of a gate: first dims of x; for a value gate also of the value embedding
 
 # -----------------------------------------------------------------------------
-# Table 3: scalars, by name, with their initial values, in the order of the parameter `scalars`
+# Table 3: scalars, by name, with their initial values
 
+# Columns of the parameter `layer_lambdas`, which has a row for each layer.
+LAMBDAS = {
+    "resid_attn": math.sqrt(1.1),  # scale of the stream where attention's output is added
+    "resid_mlp": math.sqrt(1.1),  # the same where the MLP's is added
+    "post_attn": 1.0,  # scale of attention's output
+    "post_mlp": 1.0,  # scale of the MLP's output
+    "x0": 0.0,  # how much of the embedding is added once more
+    "bigram": 0.05,  # and of the bigram; layer 0's goes into its input
+}
+# Entries of the parameter `scalars`.
 SCALARS = {
-    "resid_lambda": [1.1] * len(LAYERS),
     "sa_lambda": [0.5, 1.0] * len(LAYERS),  # scale of W_qkv, scale of W_o
-    "bigram_lambda": [0.1] * len(LAYERS),
     "smear_lambda": [0.0],
     "backout_lambda": [0.5],
     "skip_lambda": [-1.5],
@@ -382,6 +406,7 @@ class Stage(NamedTuple):
     index: int  # 1-based, as in messages
     until: float  # ends at this fraction of the scheduled steps, rounded
     batch: int  # batch units in a step: tokens / batch_unit
+    docs: int  # documents are cut at so many blocks of block_size tokens
     short: int  # short window: a token sees so many blocks of block_size tokens before it
     long: int  # long window, in blocks
     lr: float  # multiplies every learning rate, before the cooldown
@@ -392,17 +417,20 @@ class Stage(NamedTuple):
 # The rate grows with the batch: 1.52 is (16/8)^0.6, and 1.73 is (24/8)^0.5 (public record 61).
 # fmt: off
 STAGES = (
-    Stage(1, until=1/3, batch=8,  short=1, long=3,  lr=1.00, mtp_first=(1, 0.5, 0.25), mtp_last=(1, 0.5, 0)),
-    Stage(2, until=2/3, batch=16, short=3, long=7,  lr=1.52, mtp_first=(1, 0.5),       mtp_last=(1, 0)),
-    Stage(3, until=1.0, batch=24, short=5, long=11, lr=1.73, mtp_first=(1,),           mtp_last=(1,)),
+    Stage(1, until=1/3, batch=8,  docs=7,  short=1, long=3,  lr=1.00,
+          mtp_first=(1, 0.5, 0.25), mtp_last=(1, 0.5, 0)),
+    Stage(2, until=2/3, batch=16, docs=16, short=3, long=7,  lr=1.52,
+          mtp_first=(1, 0.5), mtp_last=(1, 0)),
+    Stage(3, until=1.0, batch=24, docs=16, short=5, long=11, lr=1.73,
+          mtp_first=(1,), mtp_last=(1,)),
 )
 # fmt: on
 # After the stages, at LR_FLOOR. The last validation has a wider window, with YaRN as it was.
 EXTENSION = STAGES[-1]._replace(index=len(STAGES) + 1, until=math.inf, short=6, long=13)
 FINAL_VALIDATION = EXTENSION._replace(index=len(STAGES) + 2, long=20)
 SPLIT_EMBED_AT = 2 / 3  # of the scheduled steps: weight tying ends
-LR_DECAY_FROM = 0.45  # of the scheduled steps: the cooldown begins
-LR_FLOOR = 0.10  # learning-rate multiplier at its end, and in the extension
+LR_DECAY_FROM = 0.40  # of the scheduled steps: the cooldown begins
+LR_FLOOR = 0.15  # learning-rate multiplier at its end, and in the extension
 MOMENTUM_LOW = 0.85  # of NorMuon, at the first step and at the last
 MOMENTUM_HIGH = 0.95  # in between
 
@@ -534,7 +562,7 @@ class GPT(nn.Module):
         # Banks: of each layer q, k, v rows, then o; of each layer W_fc, W_proj.
         self.attn = parameter(ATTENTION_LAYERS, 4 * dim, dim)  # (10, 4·dim, dim)
         self.mlp = parameter(MLP_BANK_LAYERS, 2, 4 * dim, dim)  # (12, 2, 4·dim, dim)
-        self.scalars = parameter(sum(map(len, SCALARS.values())), dtype=torch.float32)  # (47,)
+        self.scalars = parameter(sum(map(len, SCALARS.values())), dtype=torch.float32)  # (25,)
         # Value embeddings of a token lie side by side; the first bigram has the last row.
         self.value_embeds = parameter(vocab, VALUE_LAYERS * dim)  # (vocab, 5·dim)
         self.bigram_embed = parameter(bigram_rows or 5 * vocab, dim)  # (rows, dim)
@@ -542,7 +570,7 @@ class GPT(nn.Module):
         self.skip_gate = parameter(1, GATE_DIM)  # (1, 12)
         self.attn_gate_bank = parameter(ATTENTION_LAYERS, num_heads, GATE_DIM)  # (10, H, 12)
         self.ve_gate_bank = parameter(VALUE_LAYERS, num_heads, GATE_DIM)  # (5, H, 12)
-        self.x0_lambdas = parameter(len(LAYERS), dtype=torch.float32)  # (11,)
+        self.layer_lambdas = parameter(len(LAYERS), len(LAMBDAS), dtype=torch.float32)  # (11, 6)
         self.lm_head = parameter(dim, vocab)  # (dim, vocab), stored transposed like its gradient
         self.embed = parameter(vocab, dim)  # (vocab, dim)
         for label, param in self.named_parameters():
@@ -552,13 +580,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initial weights. W_proj, bigrams, gates and x0_lambdas stay zero."""
+        """Initial weights. W_proj, bigrams and gates stay zero."""
         bound = math.sqrt(3) / 2 * self.model_dim**-0.5  # uniform with std 0.5 / √dim
         self.attn.uniform_(-bound, bound)
         self.mlp[:, 0].uniform_(-bound, bound)
         self.value_embeds.normal_(std=0.01)
         self.lm_head.normal_(std=0.005)
         self.embed.copy_(self.lm_head.T)
+        self.layer_lambdas.copy_(torch.tensor(list(LAMBDAS.values())))
         self.scalars.copy_(torch.tensor(sum(SCALARS.values(), [])))
 
     def extend_windows(self, old_long: int, new_long: int) -> None:
@@ -583,12 +612,13 @@ class GPT(nn.Module):
         """What the LM head reads, (T, dim)."""
         T = len(inputs)
         dim = self.model_dim
-        # Scalars by name; a list has an entry for each layer.
+        # Scalars by name.
         parts = self.scalars.split([len(values) for values in SCALARS.values()])
         scalars = {name: part.unbind() for name, part in zip(SCALARS, parts)}
-        resid_lambda = scalars["resid_lambda"]
-        x0_lambda = self.x0_lambdas.unbind()
         sa_lambda = pairs(scalars["sa_lambda"])
+        flat = self.layer_lambdas.flatten().unbind()  # one list: one sum of gradients
+        starts = range(0, len(flat), len(LAMBDAS))
+        lambdas = [dict(zip(LAMBDAS, flat[start:])) for start in starts]
         # Views of the banks, by layer; None where a layer has none.
         qkv_and_o = self.attn.view(-1, dim).split((3 * dim, dim) * ATTENTION_LAYERS)
         attn = by_layer("window", pairs(qkv_and_o))  # (W_qkv, W_o)
@@ -605,28 +635,35 @@ class GPT(nn.Module):
         smear = scalars["smear_lambda"][0] * torch.sigmoid(
             F.linear(x[1:, :GATE_DIM], self.smear_gate)
         )
-        x = x0 = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
+        x0 = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
+        x = x0 + lambdas[0]["bigram"] * bigram
 
         kept = {}
-        for i, layer in enumerate(LAYERS):
+        for i, (layer, scale) in enumerate(zip(LAYERS, lambdas)):
             if layer.add:  # a gated skip connection
                 gate = torch.sigmoid(F.linear(x0[:, :GATE_DIM], self.skip_gate))
                 x = x + torch.sigmoid(scalars["skip_lambda"][0]) * 2 * gate * kept[layer.add]
-            # Before every layer: the embedding and the bigram once more.
-            x = resid_lambda[i] * x + x0_lambda[i] * x0 + scalars["bigram_lambda"][i] * bigram
             if layer.window:
-                xn = norm(x)  # (T, dim)
+                if not layer.same_input:
+                    xn = norm(x)  # (T, dim)
                 value = None  # or (T, H, D)
                 if layer.value_gate:
                     value = self.gated_value(xn, values[i], ve_gate[i], layer.value_gate)
-                # Scaling the weights costs less than scaling activations.
-                W_qkv, W_o = (scale * W for scale, W in zip(sa_lambda[i], attn[i]))
+                # Scaling weights costs less than scaling activations, in the backward pass too.
+                W_qkv = sa_lambda[i][0] * attn[i][0]
+                W_o = sa_lambda[i][1] * scale["post_attn"] * attn[i][1]
                 out = attention(xn, W_qkv, W_o, head_gate[i], value, layer, self.yarn, bands[i])
+                # The embedding and the bigram once more.
+                x = scale["resid_attn"] * x + scale["x0"] * x0
+                if i > 0:
+                    x = x + scale["bigram"] * bigram
                 x = residual_add(x, out)
-            x = residual_add(x, relu_squared_mlp(norm(x), *mlp[i]))
+            W_fc, W_proj = mlp[i]
+            out = relu_squared_mlp(norm(x), W_fc, scale["post_mlp"] * W_proj)
+            x = residual_add(scale["resid_mlp"] * x, out)
             if layer.keep:
                 kept[layer.keep] = x
-        return norm(x - scalars["backout_lambda"][0] * kept["backout"])
+        return norm(x - scalars["backout_lambda"][0] * kept["c7"])
 
     def gated_value(self, xn: Tensor, value: Tensor, ve_gate: Tensor, n: int) -> Tensor:
         """The value embedding (T, dim) as (T, H, D), each head scaled by 2 · sigmoid of its gate.
@@ -748,8 +785,8 @@ def adam_update(
     beta1: float,
     beta2: float,
     eps: float,
-    step_size: Tensor,  # 0-dim on the CPU: rate with bias correction
-    squared_lr_decay: Tensor,  # 0-dim on the CPU
+    step_size: Tensor,  # rate with bias correction: 0-dim on the CPU, or (cols,)
+    squared_lr_decay: Tensor,  # as step_size
     grad_scale: Tensor,  # 0-dim on the CPU
 ) -> None:
     """One Adam step with cautious weight decay on p, in place: decay only where the update shrinks
@@ -1081,6 +1118,7 @@ class StepSchedule(NamedTuple):
     """Everything the schedule says about one step."""
 
     batch_tokens: int  # of all micro-batches together
+    max_doc_len: int  # documents are cut at this many tokens
     short_window: int  # tokens
     long_window: int  # tokens
     yarn_window: int  # tokens: the long window that the rotary table is made for
@@ -1096,6 +1134,7 @@ def step_schedule(step: int, h: Hyperparameters) -> StepSchedule:
     weights = zip(stage.mtp_first, stage.mtp_last)
     return StepSchedule(
         batch_tokens=shown.batch * h.batch_unit,
+        max_doc_len=shown.docs * h.block_size,
         short_window=shown.short * h.block_size,
         long_window=shown.long * h.block_size,
         yarn_window=stage.long * h.block_size,
@@ -1200,12 +1239,16 @@ class TrainingManager:
         self.mtp_weights = weights.to(self.model.embed.device, non_blocking=True)
 
     def forward_schedule(self) -> ForwardSchedule:
-        longest = self.h.max_doc_len if self.model.training else self.max_val_doc_len
-        windows = (self.current.short_window, self.current.long_window)
+        current = self.current
+        longest = current.max_doc_len if self.model.training else self.max_val_doc_len
+        windows = (current.short_window, current.long_window)
         return ForwardSchedule(self.mtp_weights, *windows, longest)
 
     def batch_tokens(self, step: int) -> int:
         return step_schedule(step, self.h).batch_tokens
+
+    def max_doc_len(self, step: int) -> int:
+        return step_schedule(step, self.h).max_doc_len
 
     def step_optimizers(self, step: int) -> None:
         """Update the model with the gradients of `step`, at its learning rate and momentum. End
@@ -1255,6 +1298,7 @@ def check_shards(h: Hyperparameters) -> DataFacts:
         h.data,
         steps=h.total_iterations,
         batch_tokens=lambda step: step_schedule(step, h).batch_tokens,
+        max_doc_len=lambda step: step_schedule(step, h).max_doc_len,
         val_tokens=h.val_tokens,
         val_batch_tokens=h.val_batch_tokens,
         encoding=h.encoding if h.sample_tokens else None,
@@ -1267,6 +1311,7 @@ def training_batches(h: Hyperparameters, ranks: Ranks, first_step: int) -> Itera
     return distributed_data_generator(
         train_pattern(h.data),
         lambda step: step_schedule(step, h).batch_tokens,
+        lambda step: step_schedule(step, h).max_doc_len,
         rank=ranks.rank,
         world_size=ranks.world_size,
         first_step=first_step,
@@ -1279,10 +1324,11 @@ def validation_batches(h: Hyperparameters, ranks: Ranks, max_doc_len: int) -> It
     return distributed_data_generator(
         val_pattern(h.data),
         h.val_batch_tokens,
+        max_doc_len,
         rank=ranks.rank,
         world_size=ranks.world_size,
         aligned=False,
-        **{**h.stream, "max_doc_len": max_doc_len},
+        **h.stream,
     )
 
 
@@ -1299,7 +1345,7 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
     compiles while the clock runs. The manager is of no use afterwards: the run builds its own."""
     model = manager.model
     h = manager.h
-    sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
+    sizes = dict(vocab_size=h.vocab_size, doc_slots=h.doc_slots)
     seen = set()  # shapes that have run
     for step in range(first_step, h.total_iterations + 1):
         current = step_schedule(step, h)
@@ -1316,7 +1362,8 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
             manager.advance_schedule(step)
             model.train(training)
             model.zero_grad()
-            batch = to_device(synthetic_batch(tokens, **sizes), ranks.device)
+            batch = synthetic_batch(tokens, max_doc_len=current.max_doc_len, **sizes)
+            batch = to_device(batch, ranks.device)
             with torch.set_grad_enabled(training):
                 loss = model(*batch, manager.forward_schedule())
             if training:

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from bench.settings import markdown, model_of, synthetic
+from bench.settings import longest_cut, markdown, model_of, synthetic
 
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
 
@@ -102,7 +102,7 @@ class Bench:
         from runtime.ranks import Ranks
 
         torch._dynamo.config.recompile_limit = 64
-        return train_gpt.build(h, Ranks(0, 1, self.device), h.max_doc_len)
+        return train_gpt.build(h, Ranks(0, 1, self.device), longest_cut(h))
 
     def batch(self, h: Any, tokens: int) -> list[torch.Tensor]:
         return [x.to(self.device) for x in synthetic(h, tokens)]
@@ -196,13 +196,13 @@ def model(bench: Bench) -> tuple[str, Any]:
         trained.compile(dynamic=False, fullgraph=True)
     reference.float()
     one = dict(micro_batches=1, rank=0, world_size=1, bos_id=h.bos_id)
-    loader = distributed_data_generator(train_pattern(h.data), tokens, h.max_doc_len, **one)
+    loader = distributed_data_generator(train_pattern(h.data), tokens, longest_cut(h), **one)
     batch, grads, losses = next(loader), [], []
     for net in (trained, reference):
         device = net.embed.device
         weights = torch.tensor([1.0, 0.5], device=device)
         windows = (3 * h.block_size, 7 * h.block_size)
-        schedule = ForwardSchedule(weights, *windows, h.max_doc_len)
+        schedule = ForwardSchedule(weights, *windows, longest_cut(h))
         loss = net(*(x.to(device) for x in batch), schedule)
         loss.backward()
         losses.append(loss.item() / tokens)

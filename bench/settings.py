@@ -34,8 +34,15 @@ def synthetic(h: Any, tokens: int) -> tuple:
     """A micro-batch of random documents, on the CPU."""
     from data.loader import synthetic_batch
 
-    sizes = dict(vocab_size=h.vocab_size, max_doc_len=h.max_doc_len, doc_slots=h.doc_slots)
+    sizes = dict(vocab_size=h.vocab_size, max_doc_len=longest_cut(h), doc_slots=h.doc_slots)
     return synthetic_batch(tokens, **sizes)
+
+
+def longest_cut(h: Any) -> int:
+    """The most tokens that a stage leaves of a document."""
+    from train_gpt import STAGES
+
+    return max(stage.docs for stage in STAGES) * h.block_size
 
 
 def largest_batch(h: Any) -> int:

@@ -1,8 +1,8 @@
 """Micro-batches from shards: whole documents from their starts, the same for any number of ranks.
 
 A step's batch is a number of micro-batches, which the ranks share. Each is filled with documents,
-in their order, to T + 1 tokens. The rest of the document that is cut there is dropped: the next
-micro-batch begins with the next document.
+in their order, each cut at the step's max_doc_len, to T + 1 tokens. The rest of the last document
+is dropped: the next micro-batch begins with the next document.
 
     shard                 |• a a a a a a a|• b b b|• c c c c c c|• d d|• e e …    • begins a document
     cut at max_doc_len 5  |• a a a a      |• b b b|• c c c c    |• d d|• e e …
@@ -71,79 +71,104 @@ def shards_in_use(pattern: str) -> dict[str, int | None]:
 
 
 class Documents:
-    """A shard in memory as documents, each cut at max_doc_len. Tokens before the first are dropped.
+    """A shard in memory as documents. Tokens before the first are dropped.
 
     tokens: (N,) uint16
     starts: (documents,) where each begins in tokens
-    lengths: (documents,) after the cut
-    ends: (documents + 1,) tokens before each document, after the cut; the last is the total
+    lengths: (documents,) whole; a plan and a slice cut each document at their max_doc_len
 
     Raises DataError if no document begins in the shard, or as read_shard does; OSError.
     """
 
-    def __init__(
-        self, path: str, max_doc_len: int, bos_id: int, vocab_size: int | None, crc: int | None
-    ) -> None:
+    def __init__(self, path: str, bos_id: int, vocab_size: int | None, crc: int | None) -> None:
         self.path = path
         self.tokens = read_shard(path, vocab_size, crc)
         self.starts = np.flatnonzero(self.tokens == bos_id)
         if not len(self.starts):
             fault = f"no document begins in it (no token {bos_id})"
             raise DataError(f"{path}: {fault}: check --bos_id and the encoding of the shards")
-        lengths = np.diff(self.starts, append=len(self.tokens))
-        self.lengths = np.minimum(lengths, max_doc_len)
-        self.ends = np.concatenate(([0], np.cumsum(self.lengths)))
+        self.lengths = np.diff(self.starts, append=len(self.tokens))
+        self._cut = 0  # of _ends
 
-    def plan(self, first: int, slices: int, length: int) -> list[tuple[int, int]] | None:
+    def ends(self, max_doc_len: int) -> np.ndarray:
+        """(documents + 1,) tokens before each document, after the cut; the last is the total."""
+        if max_doc_len != self._cut:  # a new stage
+            self._cut = max_doc_len
+            lengths = np.minimum(self.lengths, max_doc_len)
+            self._ends = np.concatenate(([0], np.cumsum(lengths)))
+        return self._ends
+
+    def plan(
+        self, first: int, slices: int, length: int, max_doc_len: int
+    ) -> list[tuple[int, int]] | None:
         """Documents [i, j) of each slice of `length` tokens, from `first` on; None if too few."""
+        ends = self.ends(max_doc_len)
         ranges = []
         for _ in range(slices):
             if first >= len(self.starts):
                 return None
-            end = int(np.searchsorted(self.ends, self.ends[first] + length))
-            if end >= len(self.ends):
+            end = int(np.searchsorted(ends, ends[first] + length))
+            if end >= len(ends):
                 return None
             ranges.append((first, end))
             first = end
         return ranges
 
-    def slice(self, first: int, end: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def slice(
+        self, first: int, end: int, length: int, max_doc_len: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """At most `length` tokens of documents [first, end), uint16, and each document's start."""
-        spans = zip(self.starts[first:end], self.lengths[first:end])
+        lengths = np.minimum(self.lengths[first:end], max_doc_len)
+        spans = zip(self.starts[first:end], lengths)
         pieces = [self.tokens[start : start + n] for start, n in spans]
-        return np.concatenate(pieces)[:length], self.ends[first:end] - self.ends[first]
+        return np.concatenate(pieces)[:length], np.cumsum(lengths) - lengths
 
 
 def first_documents(folder: str, bos_id: int, tokens: int, count: int) -> list[list[int]]:
     """The first documents of `tokens` tokens or more, cut there, of validation; else the first."""
     path, crc = next(iter(shards_in_use(val_pattern(folder)).items()))
-    documents = Documents(path, tokens, bos_id, None, crc)
-    chosen = np.flatnonzero(documents.lengths == tokens)[:count].tolist() or [0]
-    return [documents.slice(i, i + 1, tokens)[0].tolist() for i in chosen]
+    documents = Documents(path, bos_id, None, crc)
+    chosen = np.flatnonzero(documents.lengths >= tokens)[:count].tolist() or [0]
+    return [documents.slice(i, i + 1, tokens, tokens)[0].tolist() for i in chosen]
+
+
+def by_step(value: int | Callable[[int], int]) -> Callable[[int], int]:
+    """A function of the step as it is; a number as a function that always gives it."""
+    return value if callable(value) else lambda step: value
 
 
 def plan_batches(
-    shards: Iterable[Documents], batch_tokens: Callable[[int], int], micro_batches: int
-) -> Iterator[tuple[Documents, int, list[tuple[int, int]]]]:
-    """For step 0, 1, …: the shard, the tokens of a micro-batch, and the documents [i, j) of each."""
+    shards: Iterable[Documents],
+    batch_tokens: Callable[[int], int],
+    max_doc_len: Callable[[int], int],
+    micro_batches: int,
+) -> Iterator[tuple[Documents, int, int, list[tuple[int, int]]]]:
+    """For step 0, 1, …: the shard, the tokens of a micro-batch, where its documents are cut, and
+    the documents [i, j) of each micro-batch."""
     step = 0
     for documents in shards:
         first = 0
         while True:
             tokens = batch_tokens(step) // micro_batches
-            ranges = documents.plan(first, micro_batches, tokens + 1)
+            cut = max_doc_len(step)
+            ranges = documents.plan(first, micro_batches, tokens + 1, cut)
             if ranges is None:
                 break
-            yield documents, tokens, ranges
+            yield documents, tokens, cut, ranges
             first = ranges[-1][1]
             step += 1
 
 
-def tokens_taken(batch_tokens: Callable[[int], int], steps: int) -> dict[str, str]:
-    """What the first steps take. The place in the data depends on each batch, not on the sum."""
-    sizes = [batch_tokens(step) for step in range(steps)]
-    terms = [f"{len(list(alike))} × {tokens}" for tokens, alike in itertools.groupby(sizes)]
-    return {"tokens in batches": " + ".join(terms), "tokens": str(sum(sizes))}
+def tokens_taken(
+    batch_tokens: Callable[[int], int], max_doc_len: Callable[[int], int], steps: int
+) -> dict[str, str]:
+    """What the first steps take. The place in the data depends on each batch and cut."""
+    batches = [(batch_tokens(step), max_doc_len(step)) for step in range(steps)]
+    terms = []
+    for (tokens, cut), alike in itertools.groupby(batches):
+        terms.append(f"{len(list(alike))} × {tokens} cut at {cut}")
+    total = sum(tokens for tokens, _ in batches)
+    return {"tokens in batches": " + ".join(terms), "tokens": str(total)}
 
 
 # The most documents seen in FineWeb are 56, 90 and 121; attention pays for every slot.
@@ -252,7 +277,8 @@ class FetchedAhead:
 
 
 def distributed_data_generator(
-    pattern: str, batch_tokens: int | Callable[[int], int], max_doc_len: int, *,
+    pattern: str, batch_tokens: int | Callable[[int], int],
+    max_doc_len: int | Callable[[int], int], *,
     micro_batches: int, rank: int, world_size: int, aligned: bool = True, bos_id: int = 50256,
     doc_slots: int = 0, vocab_size: int | None = None, first_step: int = 0,
 ) -> Iterator[MicroBatch]:  # fmt: skip
@@ -262,15 +288,16 @@ def distributed_data_generator(
     micro-batches r·m/W … of each step's m, so that any number of ranks sees the same tokens.
 
     batch_tokens: tokens of a step's batch, or a function of the step
-    aligned: micro-batches of whole documents, each cut at max_doc_len; a step lies in one shard.
-        Not aligned (validation): contiguous tokens of the first shard; a document longer than
-        max_doc_len is an error, unless that is 0.
+    max_doc_len: tokens at which the step's documents are cut, or a function of the step
+    aligned: micro-batches of whole documents; a step lies in one shard. Not aligned (validation):
+        contiguous tokens of the first shard; a document longer than max_doc_len, a number then, is
+        an error, unless that is 0.
     first_step: where to begin; the steps before it are planned as the first time, but not made
 
     Raises ValueError if the ranks cannot share the micro-batches; DataError, OSError for a bad
     shard, for more documents than doc_slots (0: by size), and where the tokens end.
     """
-    tokens_at = batch_tokens if callable(batch_tokens) else lambda step: batch_tokens
+    tokens_at = by_step(batch_tokens)
     if micro_batches % world_size:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared by {world_size} ranks")
     shards = shards_in_use(pattern)
@@ -279,16 +306,16 @@ def distributed_data_generator(
 
     def aligned_batches() -> Iterator[MicroBatch]:
         steps = 0
-        index = (max_doc_len, bos_id, vocab_size)
-        read = (Documents(path, *index, crc) for path, crc in shards.items())
+        read = (Documents(path, bos_id, vocab_size, crc) for path, crc in shards.items())
         ahead = prefetch(read, 1, "shards")
-        for documents, tokens, ranges in plan_batches(ahead, tokens_at, micro_batches):
+        plans = plan_batches(ahead, tokens_at, by_step(max_doc_len), micro_batches)
+        for documents, tokens, cut, ranges in plans:
             steps += 1
             if steps <= first_step:
                 continue
             slots = doc_slots or default_doc_slots(tokens)
             for i in mine:
-                slice_tokens, starts = documents.slice(*ranges[i], tokens + 1)
+                slice_tokens, starts = documents.slice(*ranges[i], tokens + 1, cut)
                 yield make_micro_batch(slice_tokens, starts, slots, documents.path)
         raise DataError(f"{pattern}: the tokens end after {steps} steps")
 
@@ -339,16 +366,20 @@ def check_manifest(folder: str, **given: int | str | None) -> None:
 
 def check_data(
     folder: str, *,
-    steps: int, batch_tokens: Callable[[int], int], max_doc_len: int, micro_batches: int,
-    doc_slots: int, bos_id: int, vocab_size: int, val_tokens: int, val_batch_tokens: int,
-    encoding: str | None = None,
+    steps: int, batch_tokens: Callable[[int], int], max_doc_len: int | Callable[[int], int],
+    micro_batches: int, doc_slots: int, bos_id: int, vocab_size: int, val_tokens: int,
+    val_batch_tokens: int, encoding: str | None = None,
 ) -> DataFacts:  # fmt: skip
     """Raise DataError or OSError if the shards cannot feed all steps, or the validation.
 
-    batch_tokens: tokens of a step's batch. val_tokens: of the first validation shard, in whole
-    batches of val_batch_tokens. encoding: if given, what a manifest must name. Every micro-batch is
-    planned, none is made. Loaders of this process then read these tokens, or raise DataError.
+    batch_tokens: tokens of a step's batch. max_doc_len: as in distributed_data_generator.
+    val_tokens: of the first validation shard, in whole batches of val_batch_tokens. encoding: if
+    given, what a manifest must name. Every micro-batch is planned, none is made. Loaders of this
+    process then read these tokens, or raise DataError.
     """
+    cut_at = by_step(max_doc_len)
+    cuts = [cut_at(step) for step in range(steps)]
+    cuts = sorted({min(cuts), max(cuts)})
     CHECKED.clear()
     train = dict.fromkeys(find_shards(train_pattern(folder)))
     val = dict.fromkeys(find_shards(val_pattern(folder)))
@@ -356,27 +387,31 @@ def check_data(
     check_manifest(folder, bos_id=bos_id, vocab_size=vocab_size, encoding=encoding)
 
     def index(path: str) -> Documents:
-        documents = Documents(path, max_doc_len, bos_id, vocab_size, None)
+        documents = Documents(path, bos_id, vocab_size, None)
         crc = zlib.crc32(documents.tokens)
         for twin, other in (train | val).items():
             if other == crc:
                 raise DataError(f"{path}: has the same tokens as {twin}; remove one of the two")
         (val if path in val else train)[path] = crc
         shards[os.path.basename(path)] += f", CRC-32 {crc:08x}"
-        held.append((len(documents.tokens), len(documents.starts), documents.ends[-1]))
+        usable = [np.minimum(documents.lengths, cut).sum() for cut in cuts]
+        held.append((len(documents.tokens), len(documents.starts), *usable))
         return documents
 
-    held: list[tuple[int, int, int]] = []  # of each shard: tokens, documents, usable tokens
+    # of each shard: tokens, documents, usable tokens by the shortest and by the longest cut
+    held: list[tuple[int, ...]] = []
     first_val = index(next(iter(val)))
     n = val_batch_tokens // micro_batches
     most, longest = validation_documents(first_val, val_tokens, n)
     counts = [(most, n, first_val.path)]  # of each micro-batch: documents, tokens, shard
     fed = 0
     indexed = map(index, train)
-    for documents, tokens, ranges in plan_batches(indexed, batch_tokens, micro_batches):
+    plans = plan_batches(indexed, batch_tokens, cut_at, micro_batches)
+    for documents, tokens, cut, ranges in plans:
+        ends = documents.ends(cut)
         for first, end in ranges:
             # a document that starts at T gives only the last target
-            at_end = documents.ends[end - 1] == documents.ends[first] + tokens
+            at_end = ends[end - 1] == ends[first] + tokens
             counts.append((end - first - int(at_end), tokens, documents.path))
         fed += 1
         if fed == steps:
@@ -385,14 +420,14 @@ def check_data(
     for documents, tokens, path in sorted(counts, reverse=True):  # the error names the most
         check_slots(documents, tokens, doc_slots or default_doc_slots(tokens), path)
     if fed < steps:
-        there, documents, usable = np.sum(held[1:], axis=0)  # without validation
+        there, documents, *usable = np.sum(held[1:], axis=0)  # without validation
         needed = sum(batch_tokens(step) for step in range(steps))
         raise DataError(
             f"{train_pattern(folder)}: {steps:,} steps need {needed:,} tokens, but the shards feed "
             f"only {fed:,} steps. They have {there:,} tokens in {documents:,} documents, of which "
-            f"{usable:,} can be used: each micro-batch begins with a new document, and documents "
-            f"are cut at {max_doc_len} tokens. Add shards or documents, or lower "
-            "--num_scheduled_iterations or --batch_unit"
+            f"{' to '.join(f'{n:,}' for n in usable)} can be used: each micro-batch begins with a "
+            f"new document, and documents are cut at {' to '.join(map(str, cuts))} tokens. Add "
+            "shards or documents, or lower --num_scheduled_iterations or --batch_unit"
         )
     CHECKED.update({train_pattern(folder): train, val_pattern(folder): val})
     return DataFacts(shards, 1 << (longest - 1).bit_length())

@@ -178,7 +178,7 @@ def load_whole_state(manager: Any, saved: dict[str, Any], ranks: Ranks) -> None:
 
 def course(manager: Any, step: int) -> dict[str, str]:
     """What the first steps have taken by their schedule: a resumed run must have taken the same."""
-    return tokens_taken(manager.batch_tokens, step)
+    return tokens_taken(manager.batch_tokens, manager.max_doc_len, step)
 
 
 def check_fits(

@@ -92,8 +92,10 @@ def check_model_sizes(
 def check_layers(layers: Iterable[Any], gate_dim: int) -> None:
     """Raise ValueError, naming the layer, if LAYERS is inconsistent."""
     kept: list[str] = []
+    has_attention = False  # of the layer before
     for i, layer in enumerate(layers):
-        needs_attention = layer.value_gate or layer.paired or layer.key_offset
+        columns = ("value_gate", "paired", "key_offset", "same_input")
+        needs_attention = any(getattr(layer, column) for column in columns)
         row = f"LAYERS, layer {i}:"
         raise_first(
             (layer.index != i, f"{row} its index is {layer.index}"),
@@ -104,26 +106,31 @@ def check_layers(layers: Iterable[Any], gate_dim: int) -> None:
             ),
             (
                 not layer.window and needs_attention,
-                f"{row} paired, key_offset and value_gate need attention, so a window",
+                f"{row} {', '.join(columns)} need attention, so a window",
+            ),
+            (
+                layer.same_input and not has_attention,
+                f"{row} same_input, but the layer before has no attention",
             ),
             (layer.add and layer.add not in kept, f"{row} no earlier layer keeps {layer.add!r}"),
             (layer.keep and layer.keep in kept, f"{row} {layer.keep!r} is kept twice"),
         )
         kept.append(layer.keep)
-    raise_first(("backout" not in kept, "LAYERS: no layer keeps 'backout', subtracted at the end"))
+        has_attention = bool(layer.window)
+    raise_first(("c7" not in kept, "LAYERS: no layer keeps 'c7', subtracted at the end"))
 
 
 def check_stages(stages: tuple, extension: Any, final: Any, split_embed_at: float) -> None:
     """Raise ValueError, naming the stage, if STAGES is inconsistent."""
     for i, stage in enumerate((*stages, extension, final), 1):
         row = f"STAGES, stage {stage.index}:"
-        sizes = (stage.batch, stage.short, stage.long)
+        sizes = (stage.batch, stage.docs, stage.short, stage.long)
         weights = (stage.mtp_first, stage.mtp_last)
         raise_first(
             (stage.index != i, f"{row} must have index {i}"),
             (
                 not all(isinstance(x, int) and x > 0 for x in sizes),
-                f"{row} batch and windows must be whole numbers above 0",
+                f"{row} batch, docs and windows must be whole numbers above 0",
             ),
             (not 0 < stage.lr < math.inf, f"{row} lr must be above 0"),
             (

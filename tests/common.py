@@ -93,16 +93,15 @@ SCALES = dict(
     bigram_embed=0.5,
     smear_gate=0.5,
     skip_gate=0.5,
-    x0_lambdas=0.1,
     embed=0.7,
 )
 
 
 @torch.no_grad()
 def set_parameters(model: nn.Module, prefix: str = "") -> None:
-    """Every parameter normal(prefix + label) at its scale, or 0.3; scalars 0.05 off their start."""
+    """Every parameter normal(prefix + label) at its scale, or 0.3; factors 0.05 off their start."""
     for label, param in model.named_parameters():
-        if label == "scalars":
+        if label in ("scalars", "layer_lambdas"):
             param.add_(normal(prefix + label, tuple(param.shape), 0.05))
         else:
             param.copy_(normal(prefix + label, tuple(param.shape), SCALES.get(label, 0.3)))

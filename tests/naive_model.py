@@ -1,11 +1,11 @@
 """The model written a second time, for tests: loops, a T×T mask, no cleverness, any dtype.
 
-It takes the tables of layers and scalars from the script that is tested, and shares no code with
-it or with triton_kernels.py.
+It takes the tables LAYERS, LAMBDAS and SCALARS from the script that is tested, and shares no code
+with it or with triton_kernels.py.
 """
 
 import math
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -133,8 +133,7 @@ def bigram_row(tokens: list[int], t: int, rows: int) -> int:
 
 def hidden_states(
     p: dict[str, Tensor],
-    layers: tuple[Any, ...],
-    scalars: dict[str, list[float]],
+    tables: ModuleType,
     H: int,
     inputs: Tensor,
     cu_seqlens: Tensor,
@@ -142,27 +141,30 @@ def hidden_states(
     freq: list[float],
     scale: float,
 ) -> Tensor:
-    """What the LM head reads. p: parameters by label; layers, scalars: the script's tables; windows:
-    positions, by name."""
+    """What the LM head reads. p: parameters by label; tables: the script; windows: positions, by
+    name."""
     sigmoid = torch.sigmoid
+    layers = tables.LAYERS
     dim = p["embed"].size(1)
     tokens = inputs.tolist()
-    s = named_scalars(p["scalars"], scalars)
+    s = named_scalars(p["scalars"], tables.SCALARS)
+    lambdas = dict(zip(tables.LAMBDAS, p["layer_lambdas"].T))  # name: (layers,)
     e = p["embed"][tokens]
     rows = [e[0]]
     for t in range(1, len(e)):
         rows.append(e[t] + s["smear_lambda"] * sigmoid(p["smear_gate"][0] @ e[t, :12]) * e[t - 1])
-    x = x0 = norm(torch.stack(rows))
+    x0 = norm(torch.stack(rows))
     bigram_rows = len(p["bigram_embed"])
     bigram = p["bigram_embed"][[bigram_row(tokens, t, bigram_rows) for t in range(len(tokens))]]
+    x = x0 + lambdas["bigram"][0] * bigram
     kept = {}
     for i, layer in enumerate(layers):
         if layer.add:
             gate = sigmoid(x0[:, :12] @ p["skip_gate"].T)
             x = x + sigmoid(s["skip_lambda"]) * 2 * gate * kept[layer.add]
-        x = s["resid_lambda"][i] * x + p["x0_lambdas"][i] * x0 + s["bigram_lambda"][i] * bigram
         if layer.window:
-            xn = norm(x)
+            if not layer.same_input:
+                xn = norm(x)
             value = None
             n = layer.value_gate
             if n:
@@ -172,7 +174,7 @@ def hidden_states(
                 gate = 2 * sigmoid(xn[:, :n] @ G[:, :n].T + own[:, : 12 - n] @ G[:, n:].T)  # (T, H)
                 value = gate[..., None] * own.view(len(x), H, -1)
             a = sum(bool(before.window) for before in layers[:i])
-            x = x + layer_attention(
+            out = layer_attention(
                 xn,
                 s["sa_lambda"][2 * i] * p["attn"][a, : 3 * dim],
                 s["sa_lambda"][2 * i + 1] * p["attn"][a, 3 * dim :],
@@ -185,10 +187,15 @@ def hidden_states(
                 layer.paired,
                 layer.key_offset,
             )
-        x = x + F.relu(norm(x) @ p["mlp"][i, 0].T) ** 2 @ p["mlp"][i, 1]
+            x = lambdas["resid_attn"][i] * x + lambdas["post_attn"][i] * out
+            x = x + lambdas["x0"][i] * x0
+            if i > 0:
+                x = x + lambdas["bigram"][i] * bigram
+        out = F.relu(norm(x) @ p["mlp"][i, 0].T) ** 2 @ p["mlp"][i, 1]
+        x = lambdas["resid_mlp"][i] * x + lambdas["post_mlp"][i] * out
         if layer.keep:
             kept[layer.keep] = x
-    return norm(x - s["backout_lambda"] * kept["backout"])
+    return norm(x - s["backout_lambda"] * kept["c7"])
 
 
 def softcap(logits: Tensor) -> Tensor:

@@ -186,9 +186,9 @@ IDEA = """
 import sys
 sys.path.insert(0, {root!r})
 exec(compile(open({script!r}).read(), __file__, "exec"))  # its functions' globals are here
-LAYERS = (Layer(0, "short", paired=True, value_gate=6, keep="backout"),)
+LAYERS = (Layer(0, "short", paired=True, value_gate=6, keep="c7"),)
 ATTENTION_LAYERS = VALUE_LAYERS = MLP_BANK_LAYERS = 1
-SCALARS |= {{"resid_lambda": [1.1], "sa_lambda": [0.5, 1.0], "bigram_lambda": [0.1]}}
+SCALARS |= {{"sa_lambda": [0.5, 1.0]}}
 from bench import generated
 generated.CONFIGS = 1  # of a kernel: the fewest of several are counted in small_graphs.py
 """

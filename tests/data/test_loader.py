@@ -54,7 +54,7 @@ def expected_slices(shards, batch_tokens, max_doc_len, micro_batches):
                 starts = []
                 while len(tokens) < n + 1 and at < len(docs):
                     starts.append(len(tokens))
-                    tokens += list(docs[at][:max_doc_len])[: n + 1 - len(tokens)]
+                    tokens += list(docs[at][: max_doc_len(step)])[: n + 1 - len(tokens)]
                     at += 1
                 if len(tokens) < n + 1:
                     break
@@ -89,18 +89,19 @@ def take(batches, count):
     ),
     n=st.integers(1, 40),
     growth=st.integers(0, 2),
-    max_doc_len=st.integers(1, 50),
+    cuts=st.lists(st.integers(1, 50), min_size=1, max_size=3),
     micro_batches=st.sampled_from([1, 2, 4]),
 )
 def test_batches_are_what_the_rule_says(
-    tmp_path_factory, shard_lengths, n, growth, max_doc_len, micro_batches
+    tmp_path_factory, shard_lengths, n, growth, cuts, micro_batches
 ):
-    """Plan, cut and alignment; a step never crosses a shard."""
+    """Plan, each step's cut and alignment; a step never crosses a shard."""
     folder = tmp_path_factory.mktemp("shards")
     shards = [documents(lengths, seed=i) for i, lengths in enumerate(shard_lengths)]
     for i, docs in enumerate(shards):
         write(folder, docs, index=i)
     batch_tokens = lambda step: micro_batches * (n + growth * step)
+    max_doc_len = lambda step: cuts[step % len(cuts)]
     expected = list(expected_slices(shards, batch_tokens, max_doc_len, micro_batches))
     batches = generator(folder, batch_tokens, max_doc_len, micro_batches)
     assert take(batches, len(expected)) == expected
@@ -108,18 +109,24 @@ def test_batches_are_what_the_rule_says(
         next(batches)
 
 
+def shorter_at_first(step):
+    """Tokens at which documents are cut: two stages, of three steps and of the others."""
+    return 16 if step < 3 else 64
+
+
 @pytest.mark.parametrize("aligned", [True, False])
 def test_the_same_tokens_for_any_number_of_ranks(tmp_path, aligned):
     write(tmp_path, documents([37, 5, 90, 12, 64] * 60))
     settings = {"micro_batches": 16, "aligned": aligned}
-    whole = take(generator(tmp_path, 16 * 24, 64, **settings), 5 * 16)
+    max_doc_len = shorter_at_first if aligned else 64
+    whole = take(generator(tmp_path, 16 * 24, max_doc_len, **settings), 5 * 16)
     for world_size in (2, 4, 8, 16):
         place = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
-        ranks = [generator(tmp_path, 16 * 24, 64, **settings, **x) for x in place]
+        ranks = [generator(tmp_path, 16 * 24, max_doc_len, **settings, **x) for x in place]
         together = [take(rank, 16 // world_size) for _ in range(5) for rank in ranks]
         assert sum(together, []) == whole
     with pytest.raises(ValueError, match="16 micro-batches cannot be shared by 3 ranks"):
-        generator(tmp_path, 16 * 24, 64, **settings, world_size=3)
+        generator(tmp_path, 16 * 24, max_doc_len, **settings, world_size=3)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -127,7 +134,8 @@ def test_a_later_first_step_gives_the_batches_of_an_uninterrupted_run(tmp_path, 
     for index in range(2):
         write(tmp_path, documents([37, 5, 90, 12, 64] * 10, seed=index), index=index)
     batch_tokens = lambda step: 4 * (20 + step)
-    batches = lambda first: generator(tmp_path, batch_tokens, 64, aligned=aligned, first_step=first)
+    given = (tmp_path, batch_tokens, shorter_at_first if aligned else 64)
+    batches = lambda first: generator(*given, aligned=aligned, first_step=first)
     whole = take(batches(0), 4 * 12)
     for first in (1, 7, 11):
         assert take(batches(first), 4 * (12 - first)) == whole[4 * first :]
@@ -187,9 +195,10 @@ def test_the_first_documents_are_long_enough(tmp_path):
         assert first_documents(str(tmp_path), BOS, tokens, 2) == expected
 
 
-def test_tokens_taken_tell_batches_and_sum():
-    taken = tokens_taken(lambda step: 8 if step < 3 else 16, 5)
-    assert taken == {"tokens in batches": "3 × 8 + 2 × 16", "tokens": "56"}
+def test_tokens_taken_tell_batches_cuts_and_sum():
+    taken = tokens_taken(lambda step: 8 if step < 3 else 16, lambda step: 4 if step < 4 else 6, 5)
+    batches = "3 × 8 cut at 4 + 1 × 16 cut at 4 + 1 × 16 cut at 6"
+    assert taken == {"tokens in batches": batches, "tokens": "56"}
 
 
 def wait_until(holds):
@@ -320,18 +329,23 @@ def test_the_facts_are_tokens_of_all_shards_and_the_crc_of_those_that_are_read(f
     }
 
 
-def test_the_check_passes_what_the_loader_can_serve_and_no_more(folder):
+@pytest.mark.parametrize(
+    "max_doc_len, usable, cuts",
+    [(64, "8,000", "64"), (shorter_at_first, "3,200 to 8,000", "16 to 64")],
+)
+def test_the_check_passes_what_the_loader_can_serve_and_no_more(folder, max_doc_len, usable, cuts):
     served = 0
     with pytest.raises(DataError, match="the tokens end after"):
-        for _ in generator(folder, stages, 64, micro_batches=8, vocab_size=200):
+        for _ in generator(folder, stages, max_doc_len, micro_batches=8, vocab_size=200):
             served += 1
     steps = served // 8
-    check(folder, steps=steps)
+    check(folder, steps=steps, max_doc_len=max_doc_len)
     message = (
-        f"{steps + 1} steps need .* tokens, but the shards feed only {steps} steps.* 8,000 tokens"
+        f"{steps + 1} steps need .* tokens, but the shards feed only {steps} steps.* 8,000 tokens "
+        f"in 200 documents, of which {usable} can be used: .* are cut at {cuts} tokens"
     )
     with pytest.raises(DataError, match=message):
-        check(folder, steps=steps + 1)
+        check(folder, steps=steps + 1, max_doc_len=max_doc_len)
 
 
 def test_one_document_of_many_tokens_is_told_to_be_one(folder):
@@ -401,20 +415,27 @@ def test_a_copy_is_refused_where_it_would_be_trained_on_twice_or_validated_on(tm
         check(tmp_path, steps=6)
 
 
-def test_the_check_counts_documents_as_the_loader_does(tmp_path):
-    """With as many slots as documents both refuse, with one more neither; the check says so."""
+@pytest.mark.parametrize("shortest", [64, 3])
+def test_the_check_counts_documents_as_the_loader_does(tmp_path, shortest):
+    """With as many slots as documents both refuse, with one more neither; the check says so.
+
+    A shorter cut in the last steps takes more slots: one for three tokens at least.
+    """
+    max_doc_len = lambda step: 64 if step < 6 else shortest
     lengths = np.random.default_rng(0).integers(1, 12, (2, 900))
     write(tmp_path, documents(lengths[0]))
     write(tmp_path, documents(lengths[1], seed=1), split="val")
-    train = lambda slots: take(generator(tmp_path, stages, 64, 8, doc_slots=slots), 64)
+    train = lambda slots: take(generator(tmp_path, stages, max_doc_len, 8, doc_slots=slots), 64)
     counts = [len(starts) for _, starts in train(100)]
     most = max(counts)
-    check(tmp_path, doc_slots=most + 1)
+    assert (most >= 48 / 3) == (shortest == 3)
+    check(tmp_path, doc_slots=most + 1, max_doc_len=max_doc_len)
     assert len(train(most + 1)) == 64
     message = f"{most} documents .* do not fit {most} slots: set --doc_slots={most + 1}"
-    for refuse in (lambda: check(tmp_path, doc_slots=most), lambda: train(most)):
-        with pytest.raises(DataError, match=message):
-            refuse()
+    with pytest.raises(DataError, match=message):
+        check(tmp_path, doc_slots=most, max_doc_len=max_doc_len)
+    with pytest.raises(DataError, match=message):
+        train(most)
 
 
 def test_a_document_that_gives_only_the_last_target_takes_no_slot(folder):

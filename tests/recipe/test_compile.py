@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import triton_kernels
 from common import U32, normal, random_batch, short_schedule, tiny_gpt
-from train_gpt import GPT, LAYERS, ForwardSchedule, Hyperparameters, TrainingManager, head_loss
+from train_gpt import (
+    GPT, LAYERS, ForwardSchedule, Hyperparameters, TrainingManager, head_loss, mtp_targets,
+)  # fmt: skip
 
 T, STARTS = 96, (0, 10, 50)
 H = short_schedule(num_scheduled_iterations=30)
@@ -98,6 +100,7 @@ class Head(nn.Module):
         self.w = nn.Parameter(normal("w", (32, 128), 0.1))
 
     def forward(self, x: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
+        targets = mtp_targets(targets, len(mtp_weights))
         return head_loss(x, self.w, targets, mtp_weights, self.fp8)
 
 
@@ -176,7 +179,7 @@ def test_gpu_path_has_the_right_shapes_and_dtypes(
         inputs = torch.zeros(tokens, dtype=torch.int32)
         targets = torch.zeros(tokens, dtype=torch.int64)
         cu_seqlens = torch.zeros(64, dtype=torch.int32)
-        schedule = ForwardSchedule(torch.ones(3), 128, 384, h.max_doc_len)
+        schedule = ForwardSchedule(torch.ones(3), 128, 384, 2048)
         loss = model(inputs, targets, cu_seqlens, schedule)
         assert loss.shape == () and loss.dtype == torch.float32
         if training:
@@ -189,6 +192,6 @@ def test_gpu_path_has_the_right_shapes_and_dtypes(
         p = 2 if layer.paired else 1
         window = {"short": 128, "long": 384}[layer.window]
         tensor = ((p * tokens, h.num_heads // p, h.head_dim), torch.bfloat16)
-        longest = p * h.max_doc_len
+        longest = p * 2048
         expected = ([tensor] * 4, (longest, longest), (window, 0), h.attention_scale)
         assert call == expected, layer

@@ -17,10 +17,8 @@ from common import parameters_of, run_ranks, tiny_settings, train_gpt
 from runtime.log import Log
 from runtime.ranks import Ranks, Signals
 
-BOS, DOCUMENT = 256, 100
-CHANGES = dict(
-    batch_unit=16, val_tokens=256, val_batch_tokens=128, max_doc_len=DOCUMENT, fp8_head=False
-)
+BOS = 256
+CHANGES = dict(batch_unit=16, block_size=8, val_tokens=256, val_batch_tokens=128, fp8_head=False)
 
 
 def recorded_run(rank: int, world_size: int, fields: dict) -> dict:
@@ -70,8 +68,8 @@ def tokens_of(settings: Any, split: str) -> np.ndarray:
 
 
 def training_slices(settings: Any, step: int) -> list[tuple[list[int], list[int]]]:
-    """(tokens, document starts) of each micro-batch of a step: whole documents, cut at DOCUMENT
-    tokens, until T + 1 tokens are there."""
+    """(tokens, document starts) of each micro-batch of a step: whole documents, cut at 7 blocks in
+    the first stage and at 16 later, until T + 1 tokens are there."""
     stream = tokens_of(settings, "train")
     documents = [piece.tolist() for piece in np.split(stream, np.flatnonzero(stream == BOS))[1:]]
     next_document = iter(documents)
@@ -79,11 +77,12 @@ def training_slices(settings: Any, step: int) -> list[tuple[list[int], list[int]
         slices = []
         units = {0: 8, 1: 8, 2: 16, 3: 16}.get(s, 24)
         T = units * settings.batch_unit // settings.micro_batches
+        cut = (7 if units == 8 else 16) * settings.block_size
         for _ in range(settings.micro_batches):
             tokens, starts = [], []
             while len(tokens) < T + 1:
                 starts.append(len(tokens))
-                tokens += next(next_document)[:DOCUMENT]
+                tokens += next(next_document)[:cut]
             slices.append((tokens[: T + 1], [start for start in starts if start < T]))
     return slices
 
@@ -115,8 +114,8 @@ def naive_loss(
     p = {label: value.double() for label, value in weights.items()}
     sizes = [size * settings.block_size for size in windows]
     x = naive_model.hidden_states(
-        *(p, train_gpt.LAYERS, train_gpt.SCALARS, settings.num_heads),
-        *(torch.tensor(tokens[:-1]), torch.tensor(starts), dict(zip(("short", "long"), sizes))),
+        *(p, train_gpt, settings.num_heads, torch.tensor(tokens[:-1]), torch.tensor(starts)),
+        dict(zip(("short", "long"), sizes)),
         *yarn(settings, blocks),
     )
     return naive_model.training_loss(x @ p["lm_head"], torch.tensor(tokens[1:]), mtp).item()

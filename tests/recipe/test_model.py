@@ -12,7 +12,7 @@ import naive_model
 import train_gpt
 from common import TOLERANCE64, U16, U32, bits, close64, int32, normal, random_batch, tiny_gpt
 from runtime.ranks import Ranks
-from train_gpt import GPT, LAYERS, PARAM_TABLE, SCALARS, ForwardSchedule, Layer, Yarn, hash_bigrams
+from train_gpt import GPT, LAMBDAS, LAYERS, PARAM_TABLE, ForwardSchedule, Layer, Yarn, hash_bigrams
 from triton_kernels import Band, band_bias, norm_and_rotate_qk, offset_keys
 
 F64 = torch.float64
@@ -118,12 +118,10 @@ def test_gradients_reach_the_rows_that_were_looked_up_and_no_others() -> None:
     assert len(parts) == 5 and all(part.any(1).all() for part in parts)
 
 
-def test_each_layer_adds_bigrams_by_its_own_scalar() -> None:
+def test_each_layer_with_attention_adds_bigrams_by_its_own_factor() -> None:
     model = tiny_gpt(F64)
     inputs, _, cu_seqlens, schedule = batch()
-    before = list(SCALARS)[: list(SCALARS).index("bigram_lambda")]
-    first = sum(len(SCALARS[name]) for name in before)
-    lambdas = model.scalars.data[first : first + len(LAYERS)].zero_()
+    lambdas = model.layer_lambdas.data[:, list(LAMBDAS).index("bigram")].zero_()
     hidden = model.hidden_states(inputs, cu_seqlens, schedule)
     table = model.bigram_embed.data.clone()
     model.bigram_embed.data.zero_()
@@ -131,7 +129,8 @@ def test_each_layer_adds_bigrams_by_its_own_scalar() -> None:
     model.bigram_embed.data.copy_(table)
     for i in range(len(LAYERS)):
         lambdas.zero_()[i] = 0.5
-        assert not torch.equal(model.hidden_states(inputs, cu_seqlens, schedule), hidden), i
+        same = torch.equal(model.hidden_states(inputs, cu_seqlens, schedule), hidden)
+        assert same == (not LAYERS[i].window), i
 
 
 # -----------------------------------------------------------------------------
@@ -228,7 +227,7 @@ def naive_hidden_states(
     """With the model's own frequencies, tested above: fp32 powers, off by 4 roundings in either."""
     windows = {"short": SHORT, "long": LONG}
     freq = model.yarn.frequencies.tolist()
-    how = (LAYERS, SCALARS, model.num_heads, inputs, cu_seqlens, windows, freq, 0.1)
+    how = (train_gpt, model.num_heads, inputs, cu_seqlens, windows, freq, 0.1)
     return naive_model.hidden_states(params, *how)
 
 
@@ -251,6 +250,31 @@ def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
         difference = (param.grad - params[label].grad).norm() / params[label].grad.norm()
         assert difference <= 1e-8, label  # MTP weights are fp32: 0.2 is off by up to 2⁻²⁴·0.2
     assert (model.mlp.grad[len(LAYERS) :] == 0).all()  # padding
+    # A layer without attention has no use for the factors of one.
+    unused = {name for name, x in zip(LAMBDAS, model.layer_lambdas.grad[6]) if not x}
+    assert unused == {"resid_attn", "post_attn", "x0", "bigram"}
+    assert model.layer_lambdas.grad.count_nonzero() == model.layer_lambdas.numel() - 4
+
+
+def test_late_mlps_do_not_reach_what_attention_puts_out(monkeypatch) -> None:
+    """Layers 9 and 10 attend over the input of layer 8's attention, bit for bit."""
+    model = tiny_gpt(F64)
+    inputs, _, cu_seqlens, schedule = batch()
+    attention = train_gpt.attention
+    outputs = []
+
+    def recorded(*args):
+        outputs.append(attention(*args))
+        return outputs[-1]
+
+    monkeypatch.setattr(train_gpt, "attention", recorded)
+    hidden = [model.hidden_states(inputs, cu_seqlens, schedule)]
+    for changed in ([8, 9], [7]):
+        model.mlp.data[changed] *= 2
+        hidden.append(model.hidden_states(inputs, cu_seqlens, schedule))
+    start, late, seventh = (torch.stack(outputs[i : i + 10]) for i in (0, 10, 20))
+    assert torch.equal(late, start) and not torch.equal(hidden[1], hidden[0])
+    assert [torch.equal(a, b) for a, b in zip(seventh, late)] == [True] * 7 + [False] * 3
 
 
 @pytest.mark.parametrize("tokens", [3, T])
@@ -314,7 +338,7 @@ def test_narrow_model_is_the_wide_model_but_for_rounding(kind: str) -> None:
         # Forwards and backwards, √2, a margin of two. A scalar's gradient sums products of either
         # sign over tokens and dims; what a token's norms and weights are off by is common to its
         # dims, so it does not cancel as they do: √dim more.
-        tolerance = 3 * ROUNDINGS * unit * (4 if label in ("scalars", "x0_lambdas") else 1)
+        tolerance = 3 * ROUNDINGS * unit * (4 if label in ("scalars", "layer_lambdas") else 1)
         difference = (a.grad.double() - b.grad.double()).norm()
         assert difference <= tolerance * b.grad.double().norm(), label
 
@@ -428,7 +452,7 @@ def test_record_model_takes_its_first_steps_on_a_cpu(run_ranks) -> None:
     assert run["losses"][0] == pytest.approx(run["chance"], rel=0.02)
     assert math.isfinite(run["losses"][1]) and run["finite"]
     assert run["moved"][0] == {label for label, row in PARAM_TABLE.items() if row.every == 1}
-    # Bigrams, gates and x0_lambdas start at zero: a gate of zeros has no gradient yet.
-    tables = {"lm_head", "embed", "value_embeds", "bigram_embed"}
+    # Bigrams and gates start at zero: a gate of zeros has no gradient yet.
+    tables = {"lm_head", "embed", "value_embeds", "bigram_embed", "layer_lambdas"}
     assert {"attn", "mlp", "scalars", *tables} <= run["moved"][1]
     assert run["peak_gib"] < 8

@@ -200,12 +200,18 @@ def adam_reference(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(p, m, v) after step t, by the formula, fp64; lr: the schedule's multiplier."""
     beta1, beta2 = row.betas
-    lr = row.lr * row.lr_mul * lr
+    lr = row.lr * lr * by_column(row.lr_mul, p.shape[-1])
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
     u = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * m / (np.sqrt(v) + row.eps)
     u = np.where(u * p > 0, u + lr * lr * row.weight_decay * row.wd_mul * p, u)
     return p - u, m, v
+
+
+def by_column(lr_mul: float | tuple[float, ...], columns: int) -> np.ndarray:
+    """Each column's multiplier: the last one of a tuple goes for all that follow."""
+    muls = lr_mul if isinstance(lr_mul, tuple) else (lr_mul,)
+    return np.array([muls[min(j, len(muls) - 1)] for j in range(columns)])
 
 
 @pytest.mark.parametrize("label", [x for x, row in PARAM_TABLE.items() if isinstance(row, Adam)])
@@ -221,7 +227,7 @@ def test_adam_follows_its_formula(label: str, kind: str) -> None:
         g = normal(f"g{t}", (30, 7)).to(dtype)
         p.grad = g.clone()
         optimizer.lr_schedule = 1.5 / t
-        before = p.detach().double().numpy()
+        before = p.detach().double().numpy().copy()
         expected, m, v = adam_reference(before, g.double().numpy() / 4, m, v, t, row, 1.5 / t)
         optimizer.step(t)
         # One rounding of the result, and about a dozen units (fp32's, or fp64's) of the parameter

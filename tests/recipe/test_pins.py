@@ -9,7 +9,7 @@ import torch
 import train_gpt
 from common import U16, short_schedule
 from train_gpt import (
-    GPT, LAYERS, PARAM_TABLE, SCALARS, SCATTER_ORDER, WORK_ORDER, Adam, Hyperparameters, NorMuon,
+    GPT, LAMBDAS, LAYERS, PARAM_TABLE, SCALARS, SCATTER_ORDER, WORK_ORDER, Adam, Hyperparameters, NorMuon,
     split_step, step_schedule,
 )  # fmt: skip
 
@@ -18,9 +18,9 @@ H = Hyperparameters()
 
 def test_settings_of_the_record() -> None:
     pinned = dict(
-        vocab_size=50257, bos_id=50256, max_doc_len=2048, model_dim=768, num_heads=6, head_dim=128,
+        vocab_size=50257, bos_id=50256, model_dim=768, num_heads=6, head_dim=128,
         bigram_rows=251_520, attention_scale=0.1, dtype="bfloat16", fp8_head=True,
-        num_scheduled_iterations=1507, num_extension_iterations=40, comms="sharded",
+        num_scheduled_iterations=1450, num_extension_iterations=40, comms="sharded",
         grad_dtype="param", batch_unit=16384, micro_batches=8, block_size=128, adam_lr_scale=1.0,
         muon_lr_scale=1.0, momentum_warmup=300, momentum_cooldown=50, val_every=250,
         val_tokens=10_485_760, val_batch_tokens=2_097_152,
@@ -35,7 +35,7 @@ def test_settings_of_the_record() -> None:
 def test_rows_of_adam() -> None:
     shared = dict(lr=0.008, eps=1e-10, weight_decay=0.005, every=2)
 
-    def replicated(betas: tuple, lr_mul: float, wd_mul: float) -> Adam:
+    def replicated(betas: tuple, lr_mul: object, wd_mul: float) -> Adam:
         return Adam("replicated", betas=betas, lr_mul=lr_mul, wd_mul=wd_mul, **shared)
 
     def sharded(betas: tuple, lr_mul: float, wd_mul: float, tied_to: str = "") -> Adam:
@@ -49,7 +49,7 @@ def test_rows_of_adam() -> None:
         "skip_gate": replicated((0.9, 0.99), 0.05, 0),
         "attn_gate_bank": replicated((0.9, 0.99), 1, 1),
         "ve_gate_bank": replicated((0.9, 0.99), 1, 1),
-        "x0_lambdas": replicated((0.65, 0.95), 5, 0),
+        "layer_lambdas": replicated((0.9, 0.95), (5, 5, 1), 0),
         "lm_head": sharded((0.5, 0.95), 1, 150),
         "embed": sharded((0.5, 0.95), 1, 150, "lm_head"),
     }
@@ -66,7 +66,7 @@ def test_rows_of_normuon() -> None:
 
 
 def test_orders() -> None:
-    gates = ("smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas")
+    gates = ("smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas")
     tables, head = ("value_embeds", "bigram_embed"), ("lm_head", "embed")
     assert SCATTER_ORDER == ("attn", "mlp", "scalars", *tables, *gates, *head)
     assert WORK_ORDER == ("scalars", *gates, *tables, *head, "attn", "mlp")
@@ -107,16 +107,15 @@ def test_what_each_layer_has() -> None:
     assert where(paired=True) == (0, 2, 5, 9)
     assert where(value_gate=6) == (1, 8, 10) and where(value_gate=12) == (2, 9)
     assert where(value_gate=0) == (0, 3, 4, 5, 6, 7)
-    assert (
-        where(keep="skip") == (3,) and where(add="skip") == (6,) and where(keep="backout") == (7,)
-    )
+    assert where(keep="c3") == (3,) and where(add="c3") == (6,) and where(keep="c7") == (7,)
+    assert where(same_input=True) == (9, 10)
 
 
 def test_starts_of_the_scalars() -> None:
+    resid = {"resid_attn": 1.1**0.5, "resid_mlp": 1.1**0.5}
+    assert LAMBDAS == {**resid, "post_attn": 1, "post_mlp": 1, "x0": 0, "bigram": 0.05}
     assert SCALARS == {
-        "resid_lambda": [1.1] * 11,
         "sa_lambda": [0.5, 1.0] * 11,
-        "bigram_lambda": [0.1] * 11,
         "smear_lambda": [0.0],
         "backout_lambda": [0.5],
         "skip_lambda": [-1.5],
@@ -137,20 +136,20 @@ def test_shapes_and_dtypes(fresh: GPT) -> None:
     shapes = {
         "attn": (10, 256, 64),
         "mlp": (12, 2, 256, 64),
-        "scalars": (47,),
+        "scalars": (25,),
         "value_embeds": (384, 320),
         "bigram_embed": (1920, 64),
         "smear_gate": (1, 12),
         "skip_gate": (1, 12),
         "attn_gate_bank": (10, 4, 12),
         "ve_gate_bank": (5, 4, 12),
-        "x0_lambdas": (11,),
+        "layer_lambdas": (11, 6),
         "lm_head": (64, 384),
         "embed": (384, 64),
     }
     assert {label: tuple(p.shape) for label, p in fresh.named_parameters()} == shapes
     for label, param in fresh.named_parameters():
-        wide = label in ("scalars", "x0_lambdas")
+        wide = label in ("scalars", "layer_lambdas")
         assert param.dtype == (torch.float32 if wide else torch.bfloat16), label
 
 
@@ -187,45 +186,47 @@ def test_embeddings_start_normal_and_embed_as_the_lm_head_transposed(fresh: GPT)
         assert_normal(part, 0.01)
 
 
-def test_bigrams_gates_and_x0_lambdas_start_at_zero(fresh: GPT) -> None:
+def test_bigrams_and_gates_start_at_zero(fresh: GPT) -> None:
     gates = ("smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank")
-    for label in ("bigram_embed", "x0_lambdas", *gates):
+    for label in ("bigram_embed", *gates):
         assert (getattr(fresh, label) == 0).all(), label
 
 
 def test_scalars_start_in_the_order_of_their_table(fresh: GPT) -> None:
-    starts = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5]
+    starts = [0.5, 1.0] * 11 + [0.0, 0.5, -1.5]
     assert torch.equal(fresh.scalars, torch.tensor(starts))
+    rows = torch.tensor([[1.1**0.5, 1.1**0.5, 1, 1, 0, 0.05]] * 11)
+    assert torch.equal(fresh.layer_lambdas, rows)
 
 
 # -----------------------------------------------------------------------------
 # Table 4: stages, by what they make of a step of the record preset
 
-# step: (batch units, short window, long window, YaRN's window, lr before its decay, MTP weights);
-# windows in blocks
+# step: (batch units, document cut, short window, long window, YaRN's window, lr before its decay,
+# MTP weights); cut and windows in blocks
 STEPS = {
-    0: (8, 1, 3, 3, 1.00, (1, 0.5, 0.25)),
-    501: (8, 1, 3, 3, 1.00, (1, 0.5, 0.25 / 502)),
-    502: (16, 3, 7, 7, 1.52, (1, 0.5)),  # a third of 1507 is 502.33
-    503: (16, 3, 7, 7, 1.52, (1, 0.5 * 502 / 503)),
-    678: (16, 3, 7, 7, 1.52, (1, 0.5 * 327 / 503)),  # the cooldown begins: 0.45 of 1507 is 678.15
-    679: (16, 3, 7, 7, 1.52, (1, 0.5 * 326 / 503)),
-    1004: (16, 3, 7, 7, 1.52, (1, 0.5 / 503)),
-    1005: (24, 5, 11, 11, 1.73, (1,)),  # two thirds are 1004.67
-    1506: (24, 5, 11, 11, 1.73, (1,)),
-    1507: (24, 6, 13, 13, 0.10, (1,)),
-    1546: (24, 6, 13, 13, 0.10, (1,)),
-    1547: (24, 6, 20, 13, 0.10, (1,)),  # the final validation
+    0: (8, 7, 1, 3, 3, 1.00, (1, 0.5, 0.25)),
+    482: (8, 7, 1, 3, 3, 1.00, (1, 0.5, 0.25 / 483)),
+    483: (16, 16, 3, 7, 7, 1.52, (1, 0.5)),  # a third of 1450 is 483.33
+    484: (16, 16, 3, 7, 7, 1.52, (1, 0.5 * 483 / 484)),
+    580: (16, 16, 3, 7, 7, 1.52, (1, 0.5 * 387 / 484)),  # the cooldown begins: 0.4 of 1450
+    581: (16, 16, 3, 7, 7, 1.52, (1, 0.5 * 386 / 484)),
+    966: (16, 16, 3, 7, 7, 1.52, (1, 0.5 / 484)),
+    967: (24, 16, 5, 11, 11, 1.73, (1,)),  # two thirds are 966.67
+    1449: (24, 16, 5, 11, 11, 1.73, (1,)),
+    1450: (24, 16, 6, 13, 13, 0.15, (1,)),
+    1489: (24, 16, 6, 13, 13, 0.15, (1,)),
+    1490: (24, 16, 6, 20, 13, 0.15, (1,)),  # the final validation
 }
 MOMENTUM = {
     0: 0.85,
     150: 0.90,
     299: 0.85 + 0.1 * 299 / 300,
     300: 0.95,
-    1497: 0.95,
-    1498: 0.948,
-    1522: 0.90,
-    1546: 0.852,
+    1440: 0.95,
+    1441: 0.948,
+    1465: 0.90,
+    1489: 0.852,
 }
 # A handful of fp64 operations on numbers below 2.
 EXACT = dict(rel=1e-12, abs=1e-12)
@@ -233,12 +234,13 @@ EXACT = dict(rel=1e-12, abs=1e-12)
 
 @pytest.mark.parametrize("step", STEPS)
 def test_schedule_of_the_record(step: int) -> None:
-    batch, short, long, yarn, peak, mtp_weights = STEPS[step]
+    batch, cut, short, long, yarn, peak, mtp_weights = STEPS[step]
     said = step_schedule(step, H)
-    assert (said.batch_tokens, said.short_window) == (batch * 16384, short * 128)
+    assert (said.batch_tokens, said.max_doc_len) == (batch * 16384, cut * 128)
+    assert said.short_window == short * 128
     assert (said.long_window, said.yarn_window) == (long * 128, yarn * 128)
-    w = max(0, min(1, (1507 - step) / (1507 - 678)))
-    assert said.lr_schedule == pytest.approx(peak * w + 0.1 * (1 - w), **EXACT)
+    w = max(0, min(1, (1450 - step) / (1450 - 580)))
+    assert said.lr_schedule == pytest.approx(peak * w + 0.15 * (1 - w), **EXACT)
     assert said.mtp_weights == pytest.approx(mtp_weights, **EXACT)
 
 
@@ -248,7 +250,7 @@ def test_momentum_of_the_record() -> None:
 
 
 def test_embedding_splits_on_the_third_stages_first_odd_step() -> None:
-    assert [split_step(n) for n in (1507, 1725, 232, 12)] == [1005, 1151, 155, 9]
+    assert [split_step(n) for n in (1450, 1725, 232, 12)] == [967, 1151, 155, 9]
 
 
 def test_every_third_of_a_short_run_has_its_batch() -> None:

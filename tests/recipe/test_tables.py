@@ -30,7 +30,8 @@ IDEAS = {
     "fourth stage": ("STAGES", """
 STAGES = (
     *STAGES[:2],
-    Stage(3, until=3/4, batch=20, short=4, long=9,  lr=1.60, mtp_first=(1, 0.4), mtp_last=(1, 0.1)),
+    Stage(3, until=3/4, batch=20, docs=9, short=4, long=9, lr=1.60,
+          mtp_first=(1, 0.4), mtp_last=(1, 0.1)),
     STAGES[2]._replace(index=4),
 )
 """),
@@ -48,13 +49,13 @@ LAYERS = (
     Layer(0, "short", paired=True, value_gate=9),
     Layer(1, "short", value_gate=12),
     Layer(2, "long", paired=True),
-    Layer(3, "long", key_offset=True, keep="skip"),
-    Layer(4, "long", paired=True, value_gate=1),
+    Layer(3, "long", key_offset=True, keep="c3"),
+    Layer(4, "long", paired=True, value_gate=1, same_input=True),
     Layer(5, "short", key_offset=True, keep="early"),
-    Layer(6, add="skip"),
-    Layer(7, "short", keep="backout"),
-    Layer(8, "short", value_gate=6),
-    Layer(9, "short", paired=True, value_gate=6),
+    Layer(6, add="c3"),
+    Layer(7, "short", keep="c7"),
+    Layer(8, "short", value_gate=6, add="early"),
+    Layer(9, "short", paired=True, value_gate=6, same_input=True),
     Layer(10, add="early"),
     Layer(11, "long"),
     Layer(12, "short", value_gate=3),
@@ -144,7 +145,8 @@ def test_fourth_stage_has_its_steps_and_its_peak(four_stages: ModuleType) -> Non
     said = [four_stages.step_schedule(step, h) for step in range(h.total_iterations)]
     units = [s.batch_tokens // h.batch_unit for s in said]
     assert units == [8] * 40 + [16] * 40 + [20] * 10 + [24] * 32
-    assert {(s.short_window, s.long_window) for s in said[80:90]} == {(64, 144)}
+    sizes = {(s.max_doc_len, s.short_window, s.long_window) for s in said[80:90]}
+    assert sizes == {(144, 64, 144)}
     expected = [0.4 - 0.03 * i for i in range(10)]
     assert [s.mtp_weights[1] for s in said[80:90]] == pytest.approx(expected, rel=1e-12)
     assert len(said[90].mtp_weights) == 1
@@ -240,7 +242,7 @@ def test_layers_are_their_rows(tmp_path: Path) -> None:
     layers = script.LAYERS
     assert len(model.attn) == len(model.attn_gate_bank) == 11
     assert len(model.ve_gate_bank) == model.value_embeds.size(1) // model.model_dim == 6
-    assert len(model.mlp) == 16 and len(model.x0_lambdas) == 13
+    assert len(model.mlp) == 16 and len(model.layer_lambdas) == 13
     manager.h.check(1)
 
     inputs, targets, cu_seqlens = random_batch(64, 120, (0, 17, 40))
@@ -248,7 +250,7 @@ def test_layers_are_their_rows(tmp_path: Path) -> None:
     schedule = manager.forward_schedule()
     windows = {"short": schedule.short_window, "long": schedule.long_window}
     hidden = naive_model.hidden_states(
-        *(params, layers, script.SCALARS, model.num_heads, inputs, cu_seqlens, windows),
+        *(params, script, model.num_heads, inputs, cu_seqlens, windows),
         *(model.yarn.frequencies.tolist(), model.yarn.scale),
     )
     difference = model.hidden_states(inputs, cu_seqlens, schedule) - hidden
@@ -367,18 +369,19 @@ def stages_with(i: int, **changes: Any) -> tuple:
 MISTAKES = {
     "no such window": ("LAYERS", layers_with(4, window="shrot"), "layer 4: no window 'shrot'"),
     "gate": ("LAYERS", layers_with(8, value_gate=13), "layer 8: value_gate is 13, must be 0 to 12"),
-    "add": ("LAYERS", layers_with(6, add="skp"), "layer 6: no earlier layer keeps 'skp'"),
-    "add before keep": ("LAYERS", layers_with(2, add="skip"), "layer 2: no earlier layer"),
+    "add": ("LAYERS", layers_with(6, add="c4"), "layer 6: no earlier layer keeps 'c4'"),
+    "add before keep": ("LAYERS", layers_with(2, add="c3"), "layer 2: no earlier layer"),
     "no attention": ("LAYERS", layers_with(6, value_gate=6), "layer 6: .* need attention"),
-    "kept twice": ("LAYERS", layers_with(8, keep="backout"), "layer 8: 'backout' is kept twice"),
-    "no backout": ("LAYERS", layers_with(7, keep=""), "no layer keeps 'backout'"),
+    "no input": ("LAYERS", layers_with(7, same_input=True), "layer 7: same_input, but the layer"),
+    "kept twice": ("LAYERS", layers_with(8, keep="c7"), "layer 8: 'c7' is kept twice"),
+    "no backout": ("LAYERS", layers_with(7, keep=""), "no layer keeps 'c7'"),
     "layer's index": ("LAYERS", layers_with(5, index=6), "layer 5: its index is 6"),
     "narrower": ("STAGES", stages_with(3, long=3), r"must not shrink .YaRN., are \[3, 7, 3, 13\]"),
     "end": ("STAGES", stages_with(3, until=0.9), "until must rise to 1"),
     "order": ("STAGES", stages_with(2, until=0.2), "until must rise to 1"),
     "MTP weights": ("STAGES", stages_with(2, mtp_last=(1,)), "stage 2: mtp_first and mtp_last must"),
     "weights of 0": ("STAGES", stages_with(1, mtp_first=(0, 0, 0)), "stage 1: mtp_first and"),
-    "half a window": ("STAGES", stages_with(2, long=7.5), "stage 2: batch and windows must be whole"),
+    "half a window": ("STAGES", stages_with(2, long=7.5), "stage 2: batch, docs and windows must"),
     "infinite rate": ("STAGES", stages_with(3, lr=math.inf), "stage 3: lr must be above 0"),
     "stage's index": ("STAGES", stages_with(2, index=3), "stage 3: must have index 2"),
     "split": ("SPLIT_EMBED_AT", -1, "SPLIT_EMBED_AT is -1, must be 0 or more"),

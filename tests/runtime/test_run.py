@@ -95,5 +95,7 @@ def test_differences_are_named_by_their_path(tmp_path):
 def test_the_course_is_the_batches_of_the_first_steps():
     class Manager:
         batch_tokens = (8, 8, 16).__getitem__
+        max_doc_len = (4, 4, 4).__getitem__
 
-    assert course(Manager, 3) == {"tokens in batches": "2 × 8 + 1 × 16", "tokens": "32"}
+    batches = "2 × 8 cut at 4 + 1 × 16 cut at 4"
+    assert course(Manager, 3) == {"tokens in batches": batches, "tokens": "32"}
