@@ -2,8 +2,8 @@
 
 Result so far: the demo on two CPU cores, and 50 steps of the record preset on one H100 (records/).
 The arithmetic is proven on CPUs by ./test.sh: every kernel against a reference, 1 to 16 ranks
-against one. The recipe is public record 77 of github.com/KellerJordan/modded-nanogpt, whose
-twenty logs of 1450 + 40 steps have a mean loss of 3.27840.
+against one. The recipe is public record 83 of github.com/KellerJordan/modded-nanogpt, whose
+ten logs of 1375 + 10 steps have a mean loss of 3.27850.
 
     ./run.sh                                               # record preset on GPUs, demo without
     ./run.sh ideas/idea.py --num_scheduled_iterations=200  # your own copy, your own settings
@@ -77,15 +77,15 @@ class Hyperparameters:
     model_dim: int = setting(768, "width of the residual stream, num_heads * head_dim")
     num_heads: int = setting(6, "attention heads, an even number")
     head_dim: int = setting(128, "width of a head, a multiple of 4")
-    bigram_rows: int = setting(5 * 50304, "rows of the table of hashed bigrams", least=2)
+    bigram_rows: int = setting(15 * 50304, "rows of the table of hashed bigrams", least=2)
     attention_scale: float = setting(0.1, "initial scale of the attention logits; grows with the windows")
     dtype: str = setting("bfloat16", "dtype of matrices, embeddings, gates", choices=("bfloat16", "float32"))
     fp8_head: bool = setting(True, "FP8 matmuls in the LM head (compute capability 8.9 or later)")
     compile: bool = setting(True, "torch.compile the model")
     seed: int = setting(0, "of the initial weights", least=0)
     # Schedule
-    num_scheduled_iterations: int = setting(1450, "steps of the stages")
-    num_extension_iterations: int = setting(40, "steps after them, at a low rate and wider windows", least=0)
+    num_scheduled_iterations: int = setting(1375, "steps of the stages")
+    num_extension_iterations: int = setting(10, "steps after them, at a low rate and wider windows", least=0)
     comms: str = setting("sharded", "how large parameters are reduced", choices=("sharded", "replicated"))
     grad_dtype: str = setting("param", "dtype in which gradients accumulate", choices=("param", "float32"))
     batch_unit: int = setting(16384, "tokens in a batch unit; STAGES says how many units a step takes")
@@ -126,7 +126,7 @@ class Hyperparameters:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings or the tables cannot run."""
-        check_layers(LAYERS, GATE_DIM)
+        check_layers(LAYERS, MUDD[1].keys() - {"c0", "value_embed"})
         check_stages(STAGES, EXTENSION, FINAL_VALIDATION, SPLIT_EMBED_AT)
         check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
 
@@ -266,10 +266,18 @@ class NorMuon(ParamConfig):
     comms: str = "sharded"
     lr: float = 0.023
     weight_decay: float = 1.2
-    beta2: float = 0.95
+    beta2: float = 0.90
     lr_mul: tuple[float, ...] = (1.0,)  # repeats over the bank's matrices
+    # So many heads' rows of a matrix are orthogonalized together, 0: all. Repeats like lr_mul.
+    heads_per_group: tuple[int, ...] = (0,)
+    head_dim: int = 0  # rows of a head: param_table fills it in
     matrices_per_slice: int = 1  # stacked vertically in each (rows, cols) slice of the bank
     may_pad: bool = True
+
+    def groups(self, matrix: int, height: int) -> int:
+        """Groups of rows in the matrix of that index in the bank."""
+        rows = self.heads_per_group[matrix % len(self.heads_per_group)] * self.head_dim
+        return height // rows if rows else 1
 
     def as_rows(self, x: Tensor) -> Tensor:
         return x.view(-1, x.size(-2) // self.matrices_per_slice, x.size(-1))
@@ -281,36 +289,51 @@ class NorMuon(ParamConfig):
             "momentum_buffer": zeros_for(rows, rows.shape),
             "second_moment": zeros_for(rows, per_row_or_column),
         }
+        groups = max(self.groups(i, height) for i in range(len(self.heads_per_group)))
+        if groups > 1:  # each matrix has a row in both second moments and uses one of them
+            state["group_second_moment"] = zeros_for(rows, (n, groups, width))
         if rows.dtype == torch.bfloat16:  # the lower 16 bits of fp32 weights
             state["mantissa"] = torch.zeros(rows.shape, device=rows.device, dtype=torch.uint16)
         return state
 
     def constants(self, rows: Tensor, first: int) -> dict[str, Tensor]:
-        """matrix_lr_mul (n, 1, 1): each matrix's lr_mul times √max(1, height/width)."""
+        """matrix_lr_mul (n, 1, 1): each matrix's lr_mul times √max(1, height/width). If some of them
+        have groups: `grouped`, their indices, and `whole`, those of the others."""
         n, height, width = rows.shape
         shape_mul = math.sqrt(max(1, height / width))
         muls = [self.lr_mul[i % len(self.lr_mul)] * shape_mul for i in range(first, first + n)]
         dtype = at_least_fp32(rows.dtype)
-        return {"matrix_lr_mul": torch.tensor(muls, dtype=dtype, device=rows.device).view(n, 1, 1)}
+        muls = torch.tensor(muls, dtype=dtype, device=rows.device).view(n, 1, 1)
+        grouped = [i for i in range(n) if self.groups(first + i, height) > 1]
+        if not grouped:
+            return {"matrix_lr_mul": muls}
+        kinds = {"grouped": grouped, "whole": sorted(set(range(n)) - set(grouped))}
+        indices = {kind: torch.tensor(i, device=rows.device) for kind, i in kinds.items()}
+        return {"matrix_lr_mul": muls, **indices}
 
     def update(
-        self, rows: Tensor, grad: Tensor, state: dict, args: UpdateArgs, matrix_lr_mul: Tensor
+        self, rows: Tensor, grad: Tensor, state: dict, args: UpdateArgs, **constants: Tensor
     ) -> None:
         lr = scalar(self.lr * args.lr_schedule)
         weight_decay = scalar(self.weight_decay * self.wd_mul)
         momentum = scalar(args.momentum)
         grad_scale = scalar(args.grad_scale)
         moments = (state["momentum_buffer"], state["second_moment"])
-        banks = (rows, state.get("mantissa"), grad, *moments, matrix_lr_mul)
+        banks = (rows, state.get("mantissa"), grad, *moments, constants["matrix_lr_mul"])
+        scalars = (lr, weight_decay, momentum, self.beta2, grad_scale)
+        if "grouped" in constants:
+            groups = (constants["whole"], constants["grouped"], state["group_second_moment"])
+            return normuon_update(*banks, *scalars, *groups)
         for matrices in cache_sized(*banks):
-            normuon_update(*matrices, lr, weight_decay, momentum, self.beta2, grad_scale)
+            normuon_update(*matrices, *scalars)
 
 
 # every=2: Adam parameters are updated at odd steps, on the summed gradients of two steps.
 # fmt: off
 PARAM_TABLE: dict[str, ParamConfig] = {
     # Banks. attn is padded in front, mlp at the back: no rank holds padding of both.
-    "attn":           NorMuon(every=1, matrices_per_slice=4, pad_front=True),  # q, k, v, o
+    # q, k, v, o; q and k by pairs of neighbouring heads
+    "attn":           NorMuon(every=1, heads_per_group=(2, 2, 0, 0), matrices_per_slice=4, pad_front=True),
     "mlp":            NorMuon(every=1, lr_mul=(1.0, 2.0)),  # W_fc, W_proj
     # Scalars, embeddings, gates.
     "scalars":        Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=5.00, wd_mul=0.0),
@@ -321,6 +344,7 @@ PARAM_TABLE: dict[str, ParamConfig] = {
     "attn_gate_bank": Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
     "ve_gate_bank":   Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
     "layer_lambdas":  Adam("replicated", every=2, betas=(0.90, 0.95), lr_mul=(5.0, 5.0, 1.0), wd_mul=0.0),
+    "mudd":           Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.25, wd_mul=1.0),
     # LM head and embedding, which are tied for two thirds of the run.
     "lm_head":        Adam("sharded",    every=2, betas=(0.50, 0.95), lr_mul=1.00, wd_mul=150.0),
     "embed":          Adam("sharded",    every=2, betas=(0.50, 0.95), lr_mul=1.00, wd_mul=150.0,
@@ -331,12 +355,12 @@ PARAM_TABLE: dict[str, ParamConfig] = {
 # update hides most of mlp's; on steps with Adam the interconnect never idles (predicted: bench/order.py).
 SCATTER_ORDER = (
     "attn", "mlp", "scalars", "value_embeds", "bigram_embed", "smear_gate", "skip_gate",
-    "attn_gate_bank", "ve_gate_bank", "layer_lambdas", "lm_head", "embed",
+    "attn_gate_bank", "ve_gate_bank", "layer_lambdas", "mudd", "lm_head", "embed",
 )
 # The order of the updates. Small ones first, while big reductions travel. The slow banks come last,
 # while embeddings are gathered. lm_head before embed, which copies it while they are tied.
 WORK_ORDER = (
-    "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas",
+    "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas", "mudd",
     "value_embeds", "bigram_embed", "lm_head", "embed", "attn", "mlp",
 )
 # fmt: on
@@ -353,35 +377,42 @@ class Layer:
     window: str = ""  # of its attention: "short" or "long" (sizes: STAGES); empty: no attention
     paired: bool = False  # a token becomes two positions, one for each half of the heads
     key_offset: bool = False  # half of the key dims look one position back
-    value_gate: int = 0  # dims of x that its value embedding's gate reads; 0: no value embedding
+    value_gate: bool = False  # each token's value embedding is added to the values, by head gates
     same_input: bool = False  # its attention reads what the layer before's read, not its own input
     keep: str = ""  # name under which its output is kept
     add: str = ""  # the kept output that is added, gated, to its input
+    mudd: bool = False  # MUDD gives its factors and value gates, for each token
+
+    @property
+    def value_embed(self) -> bool:
+        return self.value_gate or self.mudd
 
 
 # Layers 8 to 10 attend over one tensor, layer 7's output: late MLPs predict, and nobody reads them.
 LAYERS = (
     Layer(0, "short", paired=True),
-    Layer(1, "short", value_gate=6),
-    Layer(2, "short", paired=True, value_gate=12),
+    Layer(1, "short", value_gate=True),
+    Layer(2, "short", paired=True, value_gate=True),
     Layer(3, "long", key_offset=True, keep="c3"),
     Layer(4, "short"),
     Layer(5, "short", paired=True),
     Layer(6, add="c3"),
     Layer(7, "short", keep="c7"),
-    Layer(8, "short", value_gate=6),
-    Layer(9, "short", paired=True, value_gate=12, same_input=True),
-    Layer(10, "long", key_offset=True, value_gate=6, same_input=True),
+    Layer(8, "short", value_gate=True),
+    Layer(9, "short", paired=True, value_gate=True, same_input=True, keep="c9"),
+    Layer(10, "long", key_offset=True, same_input=True, mudd=True),
 )
 ATTENTION_LAYERS = sum(bool(layer.window) for layer in LAYERS)  # 10: 40 matrices
-VALUE_LAYERS = sum(bool(layer.value_gate) for layer in LAYERS)
+VALUE_LAYERS = sum(layer.value_embed for layer in LAYERS)
+VALUE_GATES = sum(layer.value_gate for layer in LAYERS)
 MLP_BANK_LAYERS = -(-len(LAYERS) // 4) * 4  # 12, one unused: 24 matrices divide over 8 ranks
-GATE_DIM = 12  # inputs of a gate: first dims of x; for a value gate also of the value embedding
+GATE_DIM = 12  # inputs of a gate: first dims of x; of a value gate half x, half value embedding
 
 # -----------------------------------------------------------------------------
 # Table 3: scalars, by name, with their initial values
 
-# Columns of the parameter `layer_lambdas`, which has a row for each layer.
+# Columns of the parameter `layer_lambdas`, which has a row for each layer. Then one for each head: α
+# of XSA, at first 0.
 LAMBDAS = {
     "resid_attn": math.sqrt(1.1),  # scale of the stream where attention's output is added
     "resid_mlp": math.sqrt(1.1),  # the same where the MLP's is added
@@ -394,9 +425,34 @@ LAMBDAS = {
 SCALARS = {
     "sa_lambda": [0.5, 1.0] * len(LAYERS),  # scale of W_qkv, scale of W_o
     "smear_lambda": [0.0],
-    "backout_lambda": [0.5],
     "skip_lambda": [-1.5],
 }
+# MUDD: two small networks weigh earlier activations, token by token. Names, and the values where they
+# start: MUDD_SCALE times the biases.
+MUDD = (
+    {  # from the stream before layer 10, for that layer
+        "value_c0": 0.0,  # how much of c0, c7 and the stream its attention's values get
+        "value_c7": 0.0,
+        "value_x": 0.0,
+        "add_c0": 0.0,  # and how much its input
+        "add_c7": 0.0,
+        "add_x": 0.0,
+        "gate_low": 2.0,  # scale of the value embedding for the first half of the heads
+        "gate_high": 2.0,  # and for the second
+        "resid_attn": math.sqrt(1.1),  # from here on as in LAMBDAS
+        "post_attn": 1.0,
+        "x0": 0.0,
+        "bigram": 0.05,
+        "resid_mlp": math.sqrt(1.1),
+        "post_mlp": 1.0,
+    },
+    # from the stream after the last layer, for its output: how much of these is added
+    {"c0": 0.0, "c7": -0.5, "c9": 0.0, "value_embed": 0.0, "c3": 0.0},
+)
+MUDD_HIDDEN = 64  # width of the networks' hidden layer
+MUDD_SCALE = 0.1  # of their outputs
+# Larger ones stay where they start: in bf16 a step of Adam does not reach the next number.
+MUDD_LEARNT_BELOW = 0.1
 
 # -----------------------------------------------------------------------------
 # Table 4: stages
@@ -491,12 +547,17 @@ def attention(
     W_qkv: Tensor,  # (3·dim, dim)
     W_o: Tensor,  # (dim, dim)
     head_gate: Tensor,  # (H, GATE_DIM)
-    value: Tensor | None,  # (T, H, D), the gated value embedding
+    head_scale: Tensor,  # of the output: 0-dim, or (T, 1)
+    xsa: Tensor,  # (H,): how much of its own value a head's output loses
+    value: Tensor | None,  # (T, H, D), added to the values
     layer: Layer,
     yarn: Yarn,
     band: Band,
 ) -> Tensor:
-    """Attention of one layer, (T, dim). Each head's output is scaled by its sigmoid gate."""
+    """Attention of one layer, (T, dim). Each head's output is scaled by its sigmoid gate.
+
+    XSA (arXiv 2603.09078), except in paired layers: the output loses xsa times its projection on the
+    token's own value."""
     T, dim = x.shape
     H = len(head_gate)
     D = dim // H
@@ -508,7 +569,13 @@ def attention(
     # Paired: row 2t has heads 0 .. H/2−1 of token t, row 2t+1 the other half.
     q, k, v = (z.reshape(T * positions, H // positions, D) for z in (q, k, v))
     y = attend(q, k, v, band, yarn.scale).reshape(T, H, D)
-    y = y * torch.sigmoid(F.linear(x[:, :GATE_DIM], head_gate)).unsqueeze(-1)
+    if not layer.paired:
+        wide = at_least_fp32(v.dtype)
+        length = (v * v).sum(-1, keepdim=True, dtype=wide).clamp_min(1e-8)
+        share = xsa[:, None] * (y * v).sum(-1, keepdim=True, dtype=wide) / length
+        y = y - share.to(v.dtype) * v
+    gate = head_scale * torch.sigmoid(F.linear(x[:, :GATE_DIM], head_gate))
+    y = y * gate.unsqueeze(-1)
     return linear(y.reshape(T, dim), W_o)
 
 
@@ -541,7 +608,7 @@ class GPT(nn.Module):
         model_dim: int,
         max_tokens: int,  # of the longest micro-batch, validation included
         *,
-        bigram_rows: int = 0,  # 0: five per token
+        bigram_rows: int = 0,  # 0: fifteen per token
         attention_scale: float = 0.1,  # initial, before the windows grow
         fp8_head: bool = False,  # FP8 matmuls in the LM head, only in training
     ):
@@ -562,19 +629,24 @@ class GPT(nn.Module):
         # Banks: of each layer q, k, v rows, then o; of each layer W_fc, W_proj.
         self.attn = parameter(ATTENTION_LAYERS, 4 * dim, dim)  # (10, 4·dim, dim)
         self.mlp = parameter(MLP_BANK_LAYERS, 2, 4 * dim, dim)  # (12, 2, 4·dim, dim)
-        self.scalars = parameter(sum(map(len, SCALARS.values())), dtype=torch.float32)  # (25,)
+        self.scalars = parameter(sum(map(len, SCALARS.values())), dtype=torch.float32)  # (24,)
         # Value embeddings of a token lie side by side; the first bigram has the last row.
         self.value_embeds = parameter(vocab, VALUE_LAYERS * dim)  # (vocab, 5·dim)
-        self.bigram_embed = parameter(bigram_rows or 5 * vocab, dim)  # (rows, dim)
+        self.bigram_embed = parameter(bigram_rows or 15 * vocab, dim // 4)  # (rows, dim / 4)
         self.smear_gate = parameter(1, GATE_DIM)  # (1, 12)
         self.skip_gate = parameter(1, GATE_DIM)  # (1, 12)
         self.attn_gate_bank = parameter(ATTENTION_LAYERS, num_heads, GATE_DIM)  # (10, H, 12)
-        self.ve_gate_bank = parameter(VALUE_LAYERS, num_heads, GATE_DIM)  # (5, H, 12)
-        self.layer_lambdas = parameter(len(LAYERS), len(LAMBDAS), dtype=torch.float32)  # (11, 6)
+        self.ve_gate_bank = parameter(VALUE_GATES, num_heads, GATE_DIM)  # (4, H, 12)
+        columns = len(LAMBDAS) + num_heads
+        self.layer_lambdas = parameter(len(LAYERS), columns, dtype=torch.float32)  # (11, 6 + H)
+        # W1, W2 and b of each network: (2, 64·dim + 14·65)
+        self.mudd = parameter(2, MUDD_HIDDEN * dim + (MUDD_HIDDEN + 1) * len(MUDD[0]))
         self.lm_head = parameter(dim, vocab)  # (dim, vocab), stored transposed like its gradient
         self.embed = parameter(vocab, dim)  # (vocab, dim)
         for label, param in self.named_parameters():
             param.label = label
+        signs = torch.empty(SIGN_ROWS, self.bigram_embed.size(1), dtype=torch.bfloat16)
+        self.register_buffer("bigram_signs", signs)
         self.initialize()
         self.yarn = Yarn(head_dim, max_tokens, self.embed.dtype, attention_scale)
 
@@ -587,7 +659,12 @@ class GPT(nn.Module):
         self.value_embeds.normal_(std=0.01)
         self.lm_head.normal_(std=0.005)
         self.embed.copy_(self.lm_head.T)
-        self.layer_lambdas.copy_(torch.tensor(list(LAMBDAS.values())))
+        self.layer_lambdas[:, : len(LAMBDAS)] = torch.tensor(list(LAMBDAS.values()))
+        self.bigram_signs.copy_(2 * torch.randint(0, 2, self.bigram_signs.shape) - 1)
+        for network, starts in enumerate(MUDD):
+            W1, _, b = self.mudd_network(network)
+            W1.uniform_(-(self.model_dim**-0.5), self.model_dim**-0.5)
+            b[: len(starts)] = torch.tensor(list(starts.values())) / MUDD_SCALE
         self.scalars.copy_(torch.tensor(sum(SCALARS.values(), [])))
 
     def extend_windows(self, old_long: int, new_long: int) -> None:
@@ -616,9 +693,11 @@ class GPT(nn.Module):
         parts = self.scalars.split([len(values) for values in SCALARS.values()])
         scalars = {name: part.unbind() for name, part in zip(SCALARS, parts)}
         sa_lambda = pairs(scalars["sa_lambda"])
-        flat = self.layer_lambdas.flatten().unbind()  # one list: one sum of gradients
+        by_column, alpha = self.layer_lambdas.split((len(LAMBDAS), self.num_heads), 1)
+        flat = by_column.flatten().unbind()  # one list: one sum of gradients
         starts = range(0, len(flat), len(LAMBDAS))
         lambdas = [dict(zip(LAMBDAS, flat[start:])) for start in starts]
+        xsa = torch.tanh(alpha).to(self.attn.dtype)  # (11, H)
         # Views of the banks, by layer; None where a layer has none.
         qkv_and_o = self.attn.view(-1, dim).split((3 * dim, dim) * ATTENTION_LAYERS)
         attn = by_layer("window", pairs(qkv_and_o))  # (W_qkv, W_o)
@@ -627,50 +706,96 @@ class GPT(nn.Module):
         mlp = pairs(self.mlp.view(-1, 4 * dim, dim).unbind())  # (W_fc, W_proj)
         bands = self.bands(cu_seqlens, T, schedule)
 
-        # Embeddings: (T, dim), (T, VALUE_LAYERS·dim), (T, dim). Each token sees a bit of the one
-        # before it: smear.
+        # Embeddings: (T, dim), (T, VALUE_LAYERS·dim), (T, dim / 4). Each token sees a bit of the
+        # one before it: smear.
         x, values = lookup(self.embed, self.value_embeds, tokens=inputs)
-        values = by_layer("value_gate", values.split(dim, 1))
-        (bigram,) = lookup(self.bigram_embed, tokens=hash_bigrams(inputs, len(self.bigram_embed)))
+        value_embeds = values.split(dim, 1)
+        values = by_layer("value_embed", value_embeds)
+        bigram = self.signed_bigrams(inputs)
         smear = scalars["smear_lambda"][0] * torch.sigmoid(
             F.linear(x[1:, :GATE_DIM], self.smear_gate)
         )
-        x0 = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
-        x = x0 + lambdas[0]["bigram"] * bigram
+        x = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
+        # What skip gate and layers get as the embedding has the first bigram term in it.
+        x = c0 = add_bigram(x, lambdas[0]["bigram"] * bigram)
 
-        kept = {}
+        kept = {"c0": c0, "value_embed": value_embeds[0]}
         for i, (layer, scale) in enumerate(zip(LAYERS, lambdas)):
             if layer.add:  # a gated skip connection
-                gate = torch.sigmoid(F.linear(x0[:, :GATE_DIM], self.skip_gate))
+                gate = torch.sigmoid(F.linear(c0[:, :GATE_DIM], self.skip_gate))
                 x = x + torch.sigmoid(scalars["skip_lambda"][0]) * 2 * gate * kept[layer.add]
             if layer.window:
                 if not layer.same_input:
                     xn = norm(x)  # (T, dim)
                 value = None  # or (T, H, D)
                 if layer.value_gate:
-                    value = self.gated_value(xn, values[i], ve_gate[i], layer.value_gate)
-                # Scaling weights costs less than scaling activations, in the backward pass too.
-                W_qkv = sa_lambda[i][0] * attn[i][0]
-                W_o = sa_lambda[i][1] * scale["post_attn"] * attn[i][1]
-                out = attention(xn, W_qkv, W_o, head_gate[i], value, layer, self.yarn, bands[i])
+                    value = self.gated_value(xn, values[i], ve_gate[i])
+                if layer.mudd:
+                    scale = self.token_weights(x, 0)
+                    value, x = self.mudd_inputs(scale, values[i], x, kept)
+                # Scaling the weights costs less than scaling activations.
+                W_qkv, W_o = (sa * W for sa, W in zip(sa_lambda[i], attn[i]))
+                scales = (head_gate[i], scale["post_attn"], xsa[i])
+                out = attention(xn, W_qkv, W_o, *scales, value, layer, self.yarn, bands[i])
                 # The embedding and the bigram once more.
-                x = scale["resid_attn"] * x + scale["x0"] * x0
+                x = scale["resid_attn"] * x + scale["x0"] * c0
                 if i > 0:
-                    x = x + scale["bigram"] * bigram
+                    x = add_bigram(x, scale["bigram"] * bigram)
                 x = residual_add(x, out)
-            W_fc, W_proj = mlp[i]
-            out = relu_squared_mlp(norm(x), W_fc, scale["post_mlp"] * W_proj)
+            out = scaled_mlp(norm(x), *mlp[i], scale["post_mlp"])
             x = residual_add(scale["resid_mlp"] * x, out)
             if layer.keep:
                 kept[layer.keep] = x
-        return norm(x - scalars["backout_lambda"][0] * kept["c7"])
+        for name, weight in self.token_weights(x, 1).items():
+            x = x + weight * kept[name]
+        return norm(x)
 
-    def gated_value(self, xn: Tensor, value: Tensor, ve_gate: Tensor, n: int) -> Tensor:
+    def signed_bigrams(self, tokens: Tensor) -> Tensor:
+        """(T, dim / 4): the row of each token and the one before it, times a row of random signs.
+        Bigrams that share a row disagree in half of their signs: each is noise to the other."""
+        (rows,) = lookup(self.bigram_embed, tokens=hash_bigrams(tokens, len(self.bigram_embed)))
+        return rows * F.embedding(sign_rows(tokens), self.bigram_signs)
+
+    def gated_value(self, xn: Tensor, value: Tensor, ve_gate: Tensor) -> Tensor:
         """The value embedding (T, dim) as (T, H, D), each head scaled by 2 · sigmoid of its gate.
-        A gate (H, GATE_DIM) reads n dims of xn (T, dim), the rest of the value embedding."""
-        gate_input = torch.cat((xn[:, :n], value[:, : GATE_DIM - n]), 1)
+        A gate (H, GATE_DIM) reads the first dims of xn (T, dim) and of the value embedding."""
+        n = GATE_DIM // 2
+        gate_input = torch.cat((xn[:, :n], value[:, :n]), 1)
         gate = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))
         return gate.unsqueeze(-1) * value.view(len(value), self.num_heads, self.head_dim)
+
+    def mudd_network(self, network: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the parameter: W1 (MUDD_HIDDEN, dim), W2 (n, MUDD_HIDDEN), b (n,)."""
+        n = len(MUDD[0])  # the second network uses fewer
+        sizes = (MUDD_HIDDEN * self.model_dim, n * MUDD_HIDDEN, n)
+        W1, W2, b = self.mudd[network].split(sizes)
+        return W1.view(MUDD_HIDDEN, -1), W2.view(n, -1), b
+
+    def token_weights(self, x: Tensor, network: int) -> dict[str, Tensor]:
+        """MUDD (Xiao et al., arXiv 2502.12170): a network's weights for each token, by name, (T, 1)
+        each. x (T, dim): the stream, not normed."""
+        W1, W2, b = self.mudd_network(network)
+        out = linear(F.gelu(linear(x, W1)), W2).to(at_least_fp32(x.dtype))
+        weights = {}
+        for (name, start), bias, column in zip(MUDD[network].items(), b, out.split(1, 1)):
+            if abs(start) >= MUDD_LEARNT_BELOW:
+                bias = start / MUDD_SCALE
+            weights[name] = (MUDD_SCALE * (column + bias)).to(x.dtype)
+        return weights
+
+    def mudd_inputs(
+        self, weights: dict[str, Tensor], value: Tensor, x: Tensor, kept: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """What MUDD's layer adds to its attention's values, (T, H, D), and its stream, (T, dim).
+        weights: (T, 1) each; value, x, kept: (T, dim)."""
+        c0 = kept["c0"]
+        c7 = kept["c7"]
+        low, high = value.chunk(2, 1)
+        gated = torch.cat((weights["gate_low"] * low, weights["gate_high"] * high), 1)
+        earlier = weights["value_c0"] * c0 + weights["value_c7"] * c7
+        value = gated + earlier + weights["value_x"] * x
+        x = (1 + weights["add_x"]) * x + weights["add_c0"] * c0 + weights["add_c7"] * c7
+        return value.view(len(x), self.num_heads, self.head_dim), x
 
     def bands(self, cu_seqlens: Tensor, T: int, schedule: ForwardSchedule) -> list[Band | None]:
         """The keys that each layer's attention sees. Paired layers have two positions per token."""
@@ -695,6 +820,27 @@ def hash_bigrams(tokens: Tensor, rows: int) -> Tensor:
     position has the last row to itself."""
     hashed = ((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % (rows - 1)  # int32 wraps around
     return F.pad(hashed, (1, 0), value=rows - 1)
+
+
+SIGN_ROWS = 8192
+
+
+def sign_rows(tokens: Tensor) -> Tensor:
+    """(T,) int32: the row of signs for each token and the one before it; row 0 for the first."""
+    return F.pad((tokens[1:] ^ tokens[:-1]) % SIGN_ROWS, (1, 0))
+
+
+def add_bigram(x: Tensor, bigram: Tensor) -> Tensor:
+    """x (T, dim), with bigram (T, dim / 4) added to its first dims."""
+    return x + F.pad(bigram, (0, x.size(1) - bigram.size(1)))
+
+
+def scaled_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor, scale: Tensor) -> Tensor:
+    """The MLP's output times scale: 0-dim, or (T, 1)."""
+    if scale.dim():
+        return scale * relu_squared_mlp(x, W_fc, W_proj)
+    # Scaling the weights costs less than scaling activations.
+    return relu_squared_mlp(x, W_fc, scale * W_proj)
 
 
 def pairs(items: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -776,6 +922,30 @@ def normuon_scale(u: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     return u * (scale * (norm / scaled_norm.clamp_min(1e-10)))
 
 
+def orthogonalize(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """The matrices of update (n, rows, cols) orthogonalized and scaled; shapes as in normuon_scale."""
+    return normuon_scale(polar_express(update).to(update.dtype), second_moment, beta2)
+
+
+def orthogonalize_kinds(
+    update: Tensor, kinds: tuple[tuple[Tensor, Tensor], ...], beta2: float
+) -> Tensor:
+    """The same, where some matrices are taken whole and others by groups of their rows. kinds: the
+    indices of each kind, and its second moments (n, rows, 1) or (n, groups, cols)."""
+    _, rows, cols = update.shape
+    result = torch.empty_like(update)
+    for index, second_moment in kinds:
+        if not len(index):
+            continue
+        moment = second_moment[index]  # a copy
+        groups = moment.size(1) if moment.size(2) > 1 else 1
+        parts = update[index].view(-1, rows // groups, cols)
+        parts = orthogonalize(parts, moment.view(len(parts), -1, moment.size(2)), beta2)
+        second_moment.index_copy_(0, index, moment)
+        result.index_copy_(0, index, parts.view(-1, rows, cols))
+    return result
+
+
 @fused_on_gpu
 def adam_update(
     p: Tensor,  # any shape and dtype
@@ -813,14 +983,20 @@ def normuon_update(
     momentum: Tensor,  # 0-dim on the CPU
     beta2: float,
     grad_scale: Tensor,  # 0-dim on the CPU
+    whole: Tensor | None = None,  # indices of the matrices to orthogonalize whole; None: all
+    grouped: Tensor | None = None,  # of those to orthogonalize by groups of rows
+    group_second_moment: Tensor | None = None,  # (n, groups, cols)
 ) -> None:
     """One NorMuon step with cautious weight decay on p (n, rows, cols), in place. A bf16 p is the
     upper half of fp32 weights, mantissa the lower: no fp32 copy, and no rounding."""
     grad = grad.to(momentum_buffer.dtype) * grad_scale
     momentum_buffer.add_((grad - momentum_buffer).mul_(1 - momentum))
     update = (momentum_buffer - grad).mul_(momentum).add_(grad)  # Nesterov momentum
-    update = polar_express(update).to(momentum_buffer.dtype)
-    update = normuon_scale(update, second_moment, beta2)
+    if grouped is None:
+        update = orthogonalize(update, second_moment, beta2)
+    else:
+        kinds = ((whole, second_moment), (grouped, group_second_moment))
+        update = orthogonalize_kinds(update, kinds, beta2)
     wide = p if mantissa is None else join_mantissa(p, mantissa)
     matrix_lr = lr * matrix_lr_mul
     change = (wide * (update * wide >= 0)).mul_(weight_decay * lr * matrix_lr)
@@ -1196,7 +1372,7 @@ def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
         if isinstance(row, Adam):
             row = replace(row, lr=row.lr * h.adam_lr_scale)
         if isinstance(row, NorMuon):
-            row = replace(row, lr=row.lr * h.muon_lr_scale)
+            row = replace(row, lr=row.lr * h.muon_lr_scale, head_dim=h.head_dim)
         if h.comms == "replicated":
             row = replace(row, comms="replicated")
         if h.grad_dtype != "param":

@@ -89,21 +89,17 @@ def check_model_sizes(
 # Tables
 
 
-def check_layers(layers: Iterable[Any], gate_dim: int) -> None:
-    """Raise ValueError, naming the layer, if LAYERS is inconsistent."""
+def check_layers(layers: Iterable[Any], read: Iterable[str]) -> None:
+    """Raise ValueError, naming the layer, if LAYERS is inconsistent. read: what MUDD reads of it."""
     kept: list[str] = []
     has_attention = False  # of the layer before
     for i, layer in enumerate(layers):
-        columns = ("value_gate", "paired", "key_offset", "same_input")
+        columns = ("value_gate", "paired", "key_offset", "same_input", "mudd")
         needs_attention = any(getattr(layer, column) for column in columns)
         row = f"LAYERS, layer {i}:"
         raise_first(
             (layer.index != i, f"{row} its index is {layer.index}"),
             (layer.window not in ("", "short", "long"), f"{row} no window {layer.window!r}"),
-            (
-                not 0 <= layer.value_gate <= gate_dim,
-                f"{row} value_gate is {layer.value_gate}, must be 0 to {gate_dim}",
-            ),
             (
                 not layer.window and needs_attention,
                 f"{row} {', '.join(columns)} need attention, so a window",
@@ -117,7 +113,8 @@ def check_layers(layers: Iterable[Any], gate_dim: int) -> None:
         )
         kept.append(layer.keep)
         has_attention = bool(layer.window)
-    raise_first(("c7" not in kept, "LAYERS: no layer keeps 'c7', subtracted at the end"))
+    missing = set(read) - set(kept)
+    raise_first((missing, f"LAYERS: no layer keeps {', '.join(sorted(missing))}, which MUDD reads"))
 
 
 def check_stages(stages: tuple, extension: Any, final: Any, split_embed_at: float) -> None:

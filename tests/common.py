@@ -93,18 +93,21 @@ SCALES = dict(
     bigram_embed=0.5,
     smear_gate=0.5,
     skip_gate=0.5,
+    mudd=0.1,
     embed=0.7,
 )
 
 
 @torch.no_grad()
 def set_parameters(model: nn.Module, prefix: str = "") -> None:
-    """Every parameter normal(prefix + label) at its scale, or 0.3; factors 0.05 off their start."""
+    """Every parameter normal(prefix + label) at its scale, or 0.3; factors 0.05 off their start.
+    Signs are the same in every model."""
     for label, param in model.named_parameters():
         if label in ("scalars", "layer_lambdas"):
             param.add_(normal(prefix + label, tuple(param.shape), 0.05))
         else:
             param.copy_(normal(prefix + label, tuple(param.shape), SCALES.get(label, 0.3)))
+    model.bigram_signs.copy_(normal("bigram_signs", tuple(model.bigram_signs.shape)).sign())
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -173,8 +176,8 @@ TINY = dict(
 
 
 def short_schedule(*, script: ModuleType = train_gpt, **changes: Any) -> Any:
-    """Hyperparameters of 12 + 2 steps for a manager, without data; a block has 16 tokens."""
-    short = dict(num_scheduled_iterations=12, num_extension_iterations=2)
+    """Hyperparameters of 12 + 2 steps for tiny_gpt's manager, without data; a block has 16 tokens."""
+    short = dict(num_scheduled_iterations=12, num_extension_iterations=2, head_dim=8)
     return script.Hyperparameters(**(short | dict(block_size=16, micro_batches=2) | changes))
 
 

@@ -75,12 +75,19 @@ def doubled(z: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def exclude_own_value(y: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    """Exclusive self-attention (XSA): y and v (T, H, D), alpha (H,)."""
+    along = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True).clamp_min(1e-8)
+    return y - torch.tanh(alpha)[:, None] * along * v
+
+
 def layer_attention(
     x: Tensor,
     W_qkv: Tensor,
     W_o: Tensor,
     head_gate: Tensor,
     value: Tensor | None,
+    alpha: Tensor,
     freq: list[float],
     scale: float,
     cu_seqlens: Tensor,
@@ -105,6 +112,7 @@ def layer_attention(
         y = torch.stack([torch.cat((y2[2 * t], y2[2 * t + 1])) for t in range(T)])
     else:
         y = attention(q, k, v, mask(cu_seqlens, T, window), scale)
+        y = exclude_own_value(y, v, alpha)
     y = y * torch.sigmoid(x[:, :12] @ head_gate.T)[..., None]
     return y.reshape(T, -1) @ W_o.T
 
@@ -131,6 +139,33 @@ def bigram_row(tokens: list[int], t: int, rows: int) -> int:
     return (bits - 2**32 if bits >= 2**31 else bits) % (rows - 1)
 
 
+def sign_row(tokens: list[int], t: int, rows: int) -> int:
+    """The row of position t in the table of signs."""
+    return (tokens[t] ^ tokens[t - 1]) % rows if t > 0 else 0
+
+
+# What a network of MUDD adds to its number j; these numbers do not learn a bias.
+MUDD_OFFSETS = ({6: 2.0, 7: 2.0, 8: 1.1**0.5, 9: 1.0, 12: 1.1**0.5, 13: 1.0}, {1: -0.5})
+
+
+def mudd_factors(mudd: Tensor, j: int, x: Tensor) -> list[Tensor]:
+    """The 14 factors of network j, of which network 1 uses 5; (T, 1) each. mudd[j]: W1, W2, b."""
+    dim = x.size(1)
+    W1 = mudd[j][: 64 * dim].view(64, dim)
+    W2 = mudd[j][64 * dim : -14].view(14, 64)
+    b = mudd[j][-14:]
+    hidden = x @ W1.T
+    hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+    factors = []
+    for k in range(len(b)):
+        learnt = hidden @ W2[k]
+        if k in MUDD_OFFSETS[j]:
+            factors.append(MUDD_OFFSETS[j][k] + 0.1 * learnt[:, None])
+        else:
+            factors.append(0.1 * (learnt + b[k])[:, None])
+    return factors
+
+
 def hidden_states(
     p: dict[str, Tensor],
     tables: ModuleType,
@@ -141,38 +176,48 @@ def hidden_states(
     freq: list[float],
     scale: float,
 ) -> Tensor:
-    """What the LM head reads. p: parameters by label; tables: the script; windows: positions, by
-    name."""
+    """What the LM head reads. p: parameters by label, and bigram_signs; tables: the script; windows:
+    positions, by name."""
     sigmoid = torch.sigmoid
     layers = tables.LAYERS
     dim = p["embed"].size(1)
     tokens = inputs.tolist()
     s = named_scalars(p["scalars"], tables.SCALARS)
     lambdas = dict(zip(tables.LAMBDAS, p["layer_lambdas"].T))  # name: (layers,)
+    alphas = p["layer_lambdas"][:, len(tables.LAMBDAS) :]  # (layers, H)
     e = p["embed"][tokens]
     rows = [e[0]]
     for t in range(1, len(e)):
         rows.append(e[t] + s["smear_lambda"] * sigmoid(p["smear_gate"][0] @ e[t, :12]) * e[t - 1])
-    x0 = norm(torch.stack(rows))
-    bigram_rows = len(p["bigram_embed"])
-    bigram = p["bigram_embed"][[bigram_row(tokens, t, bigram_rows) for t in range(len(tokens))]]
-    x = x0 + lambdas["bigram"][0] * bigram
+    # The bigram's row, with signs, in the first dims; zeros in the others.
+    T = len(tokens)
+    table, signs = p["bigram_embed"], p["bigram_signs"]
+    bigram = torch.zeros_like(e)
+    for t in range(T):
+        row = table[bigram_row(tokens, t, len(table))]
+        bigram[t, : len(row)] = row * signs[sign_row(tokens, t, len(signs))]
+    # The embedding that layers add again holds the bigram: as in the logs of public record 83.
+    x = c0 = norm(torch.stack(rows)) + lambdas["bigram"][0] * bigram
+    embeds = iter(p["value_embeds"][tokens].split(dim, 1))
+    embeds = {i: next(embeds) for i, layer in enumerate(layers) if layer.value_embed}
     kept = {}
     for i, layer in enumerate(layers):
         if layer.add:
-            gate = sigmoid(x0[:, :12] @ p["skip_gate"].T)
+            gate = sigmoid(c0[:, :12] @ p["skip_gate"].T)
             x = x + sigmoid(s["skip_lambda"]) * 2 * gate * kept[layer.add]
+        mu = mudd_factors(p["mudd"], 0, x) if layer.mudd else None
         if layer.window:
             if not layer.same_input:
                 xn = norm(x)
             value = None
-            n = layer.value_gate
-            if n:
-                row = sum(bool(before.value_gate) for before in layers[:i])
-                own = p["value_embeds"][tokens, row * dim : (row + 1) * dim]
-                G = p["ve_gate_bank"][row]
-                gate = 2 * sigmoid(xn[:, :n] @ G[:, :n].T + own[:, : 12 - n] @ G[:, n:].T)  # (T, H)
-                value = gate[..., None] * own.view(len(x), H, -1)
+            if layer.mudd:
+                gate = torch.cat([mu[6]] * (H // 2) + [mu[7]] * (H // 2), 1)
+                value = gate[..., None] * embeds[i].view(T, H, -1)
+                value = value + (mu[0] * c0 + mu[1] * kept["c7"] + mu[2] * x).view(T, H, -1)
+            elif layer.value_gate:
+                G = p["ve_gate_bank"][sum(before.value_gate for before in layers[:i])]
+                gate = 2 * sigmoid(xn[:, :6] @ G[:, :6].T + embeds[i][:, :6] @ G[:, 6:].T)
+                value = gate[..., None] * embeds[i].view(T, H, -1)
             a = sum(bool(before.window) for before in layers[:i])
             out = layer_attention(
                 xn,
@@ -180,6 +225,7 @@ def hidden_states(
                 s["sa_lambda"][2 * i + 1] * p["attn"][a, 3 * dim :],
                 p["attn_gate_bank"][a],
                 value,
+                alphas[i],
                 freq,
                 scale,
                 cu_seqlens,
@@ -187,15 +233,24 @@ def hidden_states(
                 layer.paired,
                 layer.key_offset,
             )
-            x = lambdas["resid_attn"][i] * x + lambdas["post_attn"][i] * out
-            x = x + lambdas["x0"][i] * x0
-            if i > 0:
-                x = x + lambdas["bigram"][i] * bigram
+            if layer.mudd:
+                x = (1 + mu[5]) * x + mu[3] * c0 + mu[4] * kept["c7"]
+                x = mu[8] * x + mu[9] * out + mu[10] * c0 + mu[11] * bigram
+            else:
+                x = lambdas["resid_attn"][i] * x + lambdas["post_attn"][i] * out
+                x = x + lambdas["x0"][i] * c0
+                if i > 0:
+                    x = x + lambdas["bigram"][i] * bigram
         out = F.relu(norm(x) @ p["mlp"][i, 0].T) ** 2 @ p["mlp"][i, 1]
-        x = lambdas["resid_mlp"][i] * x + lambdas["post_mlp"][i] * out
+        if layer.mudd:
+            x = mu[12] * x + mu[13] * out
+        else:
+            x = lambdas["resid_mlp"][i] * x + lambdas["post_mlp"][i] * out
         if layer.keep:
             kept[layer.keep] = x
-    return norm(x - s["backout_lambda"] * kept["c7"])
+    mu = mudd_factors(p["mudd"], 1, x)
+    x = x + mu[0] * c0 + mu[1] * kept["c7"] + mu[2] * kept["c9"] + mu[3] * embeds[min(embeds)]
+    return norm(x + mu[4] * kept["c3"])
 
 
 def softcap(logits: Tensor) -> Tensor:

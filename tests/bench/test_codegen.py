@@ -186,9 +186,10 @@ IDEA = """
 import sys
 sys.path.insert(0, {root!r})
 exec(compile(open({script!r}).read(), __file__, "exec"))  # its functions' globals are here
-LAYERS = (Layer(0, "short", paired=True, value_gate=6, keep="c7"),)
-ATTENTION_LAYERS = VALUE_LAYERS = MLP_BANK_LAYERS = 1
+LAYERS = (Layer(0, "short", paired=True, value_gate=True),)
+ATTENTION_LAYERS = VALUE_LAYERS = VALUE_GATES = MLP_BANK_LAYERS = 1
 SCALARS |= {{"sa_lambda": [0.5, 1.0]}}
+MUDD = (MUDD[0], {{"c0": 0.0, "value_embed": 0.0}})
 from bench import generated
 generated.CONFIGS = 1  # of a kernel: the fewest of several are counted in small_graphs.py
 """

@@ -164,7 +164,7 @@ def test_a_checkpoint_that_cannot_be_used(early_error_of, checkpoint, damage):
 
 OTHER_SETTINGS = {
     "a rate": (dict(adam_lr_scale=0.5), "--adam_lr_scale was 1.5, is 0.5"),
-    "a size": (dict(bigram_rows=384), "bigram_embed was (768, 32) torch.float32, is (384, 32)"),
+    "a size": (dict(bigram_rows=384), "bigram_embed was (768, 8) torch.float32, is (384, 8)"),
 }
 
 

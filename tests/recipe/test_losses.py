@@ -36,6 +36,7 @@ def recorded_run(rank: int, world_size: int, fields: dict) -> dict:
     def step_optimizers(manager, step, original=train_gpt.TrainingManager.step_optimizers):
         original(manager, step)
         optimizer = manager.optimizer
+        found["signs"] = manager.model.bigram_signs
         found["rates"][step] = (optimizer.lr_schedule, optimizer.momentum)
 
     def write_step(log, line, live):
@@ -103,7 +104,7 @@ def yarn(settings: Any, blocks: list[int]) -> tuple[list[float], float]:
 
 def naive_loss(
     settings: Any,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],  # and signs
     tokens: list[int],
     starts: list[int],
     windows: tuple[int, int],
@@ -137,7 +138,7 @@ def test_training_loss_is_that_of_the_weights_and_the_documents(run, step):
     """A run's fp32 against fp64: sums of some hundred losses of size five, through eleven layers."""
     settings, found = run
     windows, mtp, blocks = TRAINING[step]
-    weights = found["weights"]["training", step]
+    weights = found["weights"]["training", step] | {"bigram_signs": found["signs"]}
     total = count = 0.0
     for tokens, starts in training_slices(settings, step):
         total += naive_loss(settings, weights, tokens, starts, windows, blocks, mtp)
@@ -151,7 +152,7 @@ def test_training_loss_is_that_of_the_weights_and_the_documents(run, step):
 def test_validation_loss_is_that_of_the_weights_and_the_shard(run, step):
     settings, found = run
     windows, blocks = VALIDATION[step]
-    weights = found["weights"]["validation", step]
+    weights = found["weights"]["validation", step] | {"bigram_signs": found["signs"]}
     stream = tokens_of(settings, "val")
     T = settings.val_batch_tokens // settings.micro_batches
     total = 0.0

@@ -3,6 +3,7 @@
 import math
 import resource
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import naive_model
 import train_gpt
 from common import TOLERANCE64, U16, U32, bits, close64, int32, normal, random_batch, tiny_gpt
 from runtime.ranks import Ranks
-from train_gpt import GPT, LAMBDAS, LAYERS, PARAM_TABLE, ForwardSchedule, Layer, Yarn, hash_bigrams
+from train_gpt import (
+    GPT, LAMBDAS, LAYERS, PARAM_TABLE, ForwardSchedule, Layer, Yarn, hash_bigrams, sign_rows,
+)  # fmt: skip
 from triton_kernels import Band, band_bias, norm_and_rotate_qk, offset_keys
 
 F64 = torch.float64
@@ -32,14 +35,16 @@ def run_attention(
     W_o = normal("W_o", (dim, dim)).double()
     gate = normal("gate", (H, 12)).double()
     value = normal("value", (T, H, D)).double() if with_value else None
-    weights = (x, W_qkv, W_o, gate, value)
+    alpha = normal("alpha", (H,)).double()
+    weights = (x, W_qkv, W_o, gate)
     cu_seqlens = int32(0, 11, 12, 30, T, T)
     p = 2 if paired else 1
     band = Band(p * cu_seqlens, window, p * T, band_bias(p * cu_seqlens, p * T, window, F64))
     layer = Layer(0, "short", paired, key_offset)
-    out = train_gpt.attention(*weights, layer, Yarn(D, 64, F64, 0.3), band)
+    scales = (torch.ones((), dtype=F64), torch.tanh(alpha))
+    out = train_gpt.attention(*weights, *scales, value, layer, Yarn(D, 64, F64, 0.3), band)
     how = (naive_model.frequencies(D), 0.3, cu_seqlens, window, paired, key_offset)
-    return out, naive_model.layer_attention(*weights, *how)
+    return out, naive_model.layer_attention(*weights, value, alpha, *how)
 
 
 KINDS = {  # (paired, key_offset, with_value, window)
@@ -58,6 +63,28 @@ def test_attention_is_the_naive_one(kind: str) -> None:
     out, expected = run_attention(*KINDS[kind])
     # Tables are fp32: sines of two libraries may differ in the last bit.
     assert (out - expected).abs().max() <= 20 * U32 * expected.abs().max()
+
+
+def test_xsa_leaves_nothing_along_the_own_value_at_1_and_everything_at_0() -> None:
+    """Without W_o, and with gates of ½ undone."""
+    T, H, D = 40, 2, 8
+    x = normal("x", (T, H * D)).double()
+    W = normal("W_qkv", (3 * H * D, H * D)).double()
+    value = normal("value", (T, H, D)).double()
+    starts = int32(0, 11, T)
+    yarn = Yarn(D, T, F64, 0.3)
+    band = Band(starts, 20, T, band_bias(starts, T, 20, F64))
+
+    def output(xsa: float) -> Tensor:
+        gates = (torch.zeros(H, 12, dtype=F64), 2 * torch.ones((), dtype=F64))
+        weights = (x, W, torch.eye(H * D, dtype=F64), *gates, torch.full((H,), xsa, dtype=F64))
+        return train_gpt.attention(*weights, value, Layer(0), yarn, band).view(T, H, D)
+
+    q, k, v = norm_and_rotate_qk((x @ W.T).view(T, 3 * H, D), yarn.table, False, False)
+    v = v + value
+    seen = naive_model.mask(starts, T, 20)
+    assert close64(output(0.0), naive_model.attention(q, k, v, seen, 0.3))
+    assert close64((output(1.0) * v).sum(-1), torch.zeros(T, H, dtype=F64))
 
 
 def test_key_offset_reads_unshifted_keys() -> None:
@@ -98,6 +125,26 @@ def test_every_uint16_token_has_a_row_and_only_position_0_the_last(rows: int) ->
     assert hash_bigrams(int32(5), rows).tolist() == [rows - 1]
 
 
+def test_sign_rows_tell_bigrams_apart_that_share_a_row() -> None:
+    tokens = [7, 65535, 0, 8191, 8192, 8192, 3, 40000]
+    expected = [naive_model.sign_row(tokens, t, 8192) for t in range(len(tokens))]
+    assert sign_rows(int32(*tokens)).tolist() == expected
+    assert sign_rows(int32(5)).tolist() == [0]
+    first, second = int32(0, 1), int32(0, 28)  # both in row 0 of a table of two
+    assert torch.equal(hash_bigrams(first, 2), hash_bigrams(second, 2))
+    assert sign_rows(first)[1] != sign_rows(second)[1]
+
+
+def test_signs_of_1_give_the_rows_themselves() -> None:
+    model = tiny_gpt(F64)
+    inputs = batch()[0]
+    rows = model.bigram_embed[hash_bigrams(inputs, len(model.bigram_embed)).long()]
+    signed = model.signed_bigrams(inputs)
+    assert torch.equal(signed.abs(), rows.abs()) and not torch.equal(signed, rows)
+    model.bigram_signs.fill_(1)
+    assert torch.equal(model.signed_bigrams(inputs), rows)
+
+
 def test_gradients_reach_the_rows_that_were_looked_up_and_no_others() -> None:
     """Of bigrams: across the starts of documents too. Of value embeddings: in all layers' parts."""
     model = tiny_gpt(F64)
@@ -119,7 +166,9 @@ def test_gradients_reach_the_rows_that_were_looked_up_and_no_others() -> None:
 
 
 def test_each_layer_with_attention_adds_bigrams_by_its_own_factor() -> None:
+    """The last one by MUDD's, which is zero here."""
     model = tiny_gpt(F64)
+    model.mudd.data.zero_()
     inputs, _, cu_seqlens, schedule = batch()
     lambdas = model.layer_lambdas.data[:, list(LAMBDAS).index("bigram")].zero_()
     hidden = model.hidden_states(inputs, cu_seqlens, schedule)
@@ -130,7 +179,7 @@ def test_each_layer_with_attention_adds_bigrams_by_its_own_factor() -> None:
     for i in range(len(LAYERS)):
         lambdas.zero_()[i] = 0.5
         same = torch.equal(model.hidden_states(inputs, cu_seqlens, schedule), hidden)
-        assert same == (not LAYERS[i].window), i
+        assert same == (not LAYERS[i].window or LAYERS[i].mudd), i
 
 
 # -----------------------------------------------------------------------------
@@ -236,7 +285,8 @@ def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
     model = tiny_gpt(F64, num_heads=4)
     inputs, targets, cu_seqlens, schedule = batch()
     params = {x: param.detach().clone().requires_grad_() for x, param in model.named_parameters()}
-    hidden = naive_hidden_states(model, params, inputs, cu_seqlens)
+    signs = {"bigram_signs": model.bigram_signs}
+    hidden = naive_hidden_states(model, params | signs, inputs, cu_seqlens)
     found = model.hidden_states(inputs, cu_seqlens, schedule)
     assert (found - hidden).abs().max() <= 100 * TOLERANCE64
 
@@ -250,15 +300,42 @@ def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
         difference = (param.grad - params[label].grad).norm() / params[label].grad.norm()
         assert difference <= 1e-8, label  # MTP weights are fp32: 0.2 is off by up to 2⁻²⁴·0.2
     assert (model.mlp.grad[len(LAYERS) :] == 0).all()  # padding
-    # A layer without attention has no use for the factors of one.
-    unused = {name for name, x in zip(LAMBDAS, model.layer_lambdas.grad[6]) if not x}
-    assert unused == {"resid_attn", "post_attn", "x0", "bigram"}
-    assert model.layer_lambdas.grad.count_nonzero() == model.layer_lambdas.numel() - 4
+    # Factors of attention where there is none, of all where MUDD has its own, α of paired layers.
+    used = torch.ones(11, len(LAMBDAS) + 4, dtype=torch.bool)
+    used[6, [0, 2, 4, 5]] = False
+    used[10, : len(LAMBDAS)] = False
+    used[[0, 2, 5, 6, 9], len(LAMBDAS) :] = False
+    assert torch.equal(model.layer_lambdas.grad != 0, used)
+    # MUDD's large offsets do not learn, and network 1 has five.
+    fixed = [(row[-14:] == 0).nonzero().flatten().tolist() for row in model.mudd.grad]
+    assert fixed == [[6, 7, 8, 9, 12, 13], [1, *range(5, 14)]]
+
+
+def test_mudd_starts_as_the_model_without_it_but_for_a_value_gate(monkeypatch) -> None:
+    """Of 2 instead of 1, the start of a gate of zeros: as if the value embedding were doubled."""
+    model = tiny_gpt(F64)
+    model.mudd.data.copy_(GPT(128, 11, 2, 8, 16, 64).mudd)
+    layers = (*LAYERS[:10], replace(LAYERS[10], mudd=False, value_gate=True))
+    monkeypatch.setattr(train_gpt, "LAYERS", layers)
+    monkeypatch.setattr(train_gpt, "VALUE_GATES", 5)
+    plain = tiny_gpt(F64)
+    plain.mudd.data.copy_(model.mudd)
+    plain.ve_gate_bank.data[:4] = model.ve_gate_bank
+    plain.ve_gate_bank.data[4] = 0
+    plain.value_embeds.data[:, -16:] *= 2
+    plain.layer_lambdas.data[10, :6] = torch.tensor(list(LAMBDAS.values()), dtype=F64)
+    inputs, _, cu_seqlens, schedule = batch()
+    expected = plain.hidden_states(inputs, cu_seqlens, schedule)
+    monkeypatch.setattr(train_gpt, "LAYERS", LAYERS)
+    found = model.hidden_states(inputs, cu_seqlens, schedule)
+    assert (found - expected).abs().max() <= 100 * TOLERANCE64
 
 
 def test_late_mlps_do_not_reach_what_attention_puts_out(monkeypatch) -> None:
-    """Layers 9 and 10 attend over the input of layer 8's attention, bit for bit."""
+    """Layers 9 and 10 attend over the input of layer 8's attention, bit for bit. Without what MUDD
+    adds to layer 10's values."""
     model = tiny_gpt(F64)
+    model.mudd.data.zero_()
     inputs, _, cu_seqlens, schedule = batch()
     attention = train_gpt.attention
     outputs = []
@@ -335,10 +412,11 @@ def test_narrow_model_is_the_wide_model_but_for_rounding(kind: str) -> None:
     for loss in losses:
         loss.backward()
     for (label, a), b in zip(small.named_parameters(), large.parameters()):
-        # Forwards and backwards, √2, a margin of two. A scalar's gradient sums products of either
+        # Forwards and backwards, √2, a margin of two. A factor's gradient sums products of either
         # sign over tokens and dims; what a token's norms and weights are off by is common to its
-        # dims, so it does not cancel as they do: √dim more.
-        tolerance = 3 * ROUNDINGS * unit * (4 if label in ("scalars", "layer_lambdas") else 1)
+        # dims, so it does not cancel as they do: √dim more. So for gates of whole tokens.
+        factor = label in ("scalars", "layer_lambdas", "skip_gate", "mudd")
+        tolerance = 3 * ROUNDINGS * unit * (4 if factor else 1)
         difference = (a.grad.double() - b.grad.double()).norm()
         assert difference <= tolerance * b.grad.double().norm(), label
 
@@ -395,8 +473,8 @@ def test_vocabulary_is_padded_to_a_multiple_of_128() -> None:
 
 
 def bit_sums(model: GPT) -> dict[str, int]:
-    """A cheap witness that a parameter has changed, without a copy: the sum of its 32-bit words."""
-    words = {label: p.detach().view(torch.int32) for label, p in model.named_parameters()}
+    """A cheap witness that a parameter has changed, without a copy: the sum of its 16-bit words."""
+    words = {label: p.detach().view(torch.int16) for label, p in model.named_parameters()}
     return {label: x.sum().item() for label, x in words.items()}
 
 
@@ -453,6 +531,6 @@ def test_record_model_takes_its_first_steps_on_a_cpu(run_ranks) -> None:
     assert math.isfinite(run["losses"][1]) and run["finite"]
     assert run["moved"][0] == {label for label, row in PARAM_TABLE.items() if row.every == 1}
     # Bigrams and gates start at zero: a gate of zeros has no gradient yet.
-    tables = {"lm_head", "embed", "value_embeds", "bigram_embed", "layer_lambdas"}
+    tables = {"lm_head", "embed", "value_embeds", "bigram_embed", "layer_lambdas", "mudd"}
     assert {"attn", "mlp", "scalars", *tables} <= run["moved"][1]
     assert run["peak_gib"] < 8

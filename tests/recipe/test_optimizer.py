@@ -84,13 +84,16 @@ def test_polar_express_in_bf16_ends_in_the_quintics_band(rows: int, cols: int) -
 
 
 def test_singular_values_above_0_2_percent_of_the_norm_end_near_one() -> None:
-    """So the docstring says. Of a random square matrix some are smaller, and end well below 1."""
-    tall = polar_express(normal("tall", (1, 1024, 256)).double())
-    square = polar_express(normal("square", (1, 256, 256)).double())
-    above = torch.linspace(2e-3, 1, 100_000, dtype=F64)
-    for ended in quintics(above / 1.02), torch.linalg.svdvals(tall):
-        assert 0.85 < ended.min() and ended.max() < 1.15
-    assert torch.linalg.svdvals(square).min() < 0.5
+    """So the docstring says. Those of an MLP's matrix and of two heads' rows are; of a random square
+    matrix some are smaller, and end well below 1."""
+    shapes = {"tall": (1024, 256), "wide": (128, 384), "square": (256, 256)}
+    ended = {}
+    for name, shape in shapes.items():
+        ended[name] = torch.linalg.svdvals(polar_express(normal(name, (1, *shape)).double()))
+    above = quintics(torch.linspace(2e-3, 1, 100_000, dtype=F64) / 1.02)
+    for values in above, ended["tall"], ended["wide"]:
+        assert 0.85 < values.min() and values.max() < 1.15
+    assert ended["square"].min() < 0.5
 
 
 def test_polar_express_is_the_same_for_a_transposed_matrix() -> None:
@@ -289,31 +292,46 @@ BANKS = {  # label: (shape, its matrices in order)
 }
 
 
+def parts_of(label: str, bank: np.ndarray) -> list[np.ndarray]:
+    """What is orthogonalized as one: a bank's matrices, or the halves of q and k, two heads each."""
+    parts = []
+    for i, matrix in enumerate(bank.reshape(BANKS[label][1])):
+        parts += np.split(matrix, 2) if label == "attn" and i % 4 < 2 else [matrix]
+    return parts
+
+
 @pytest.mark.parametrize("label", BANKS)
 def test_normuon_follows_its_formula(label: str) -> None:
-    """Four steps in fp64: each matrix's multiplier, √(rows/cols) of tall ones, wide ones by column."""
+    """Four steps in fp64: each matrix's multiplier, √(rows/cols) of tall ones, wide ones by column.
+    Second moments are kept: of whole matrices, and of groups of heads."""
     shape, matrices = BANKS[label]
-    row = PARAM_TABLE.get(label, NorMuon())
+    row = train_gpt.param_table(h(head_dim=4)).get(label, NorMuon())
     p, optimizer = alone(label, normal("p" + label, shape).double(), row)
     optimizer.grad_divisor = 8
-    expected = list(p.detach().numpy().reshape(matrices).copy())
-    n, rows, cols = matrices
-    m = [np.zeros((rows, cols))] * n
-    v = [np.zeros(max(rows, cols))] * n
+    expected = parts_of(label, p.detach().numpy().copy())
+    m = [np.zeros(part.shape) for part in expected]
+    v = [np.zeros(max(part.shape)) for part in expected]
     for step in range(4):
         g = normal(f"g{label}{step}", shape).double()
         optimizer.lr_schedule = 1.5 - 0.3 * step
         optimizer.momentum = 0.85 + 0.03 * step
         p.grad = g.clone()
         optimizer.step(step)
-        for i, g_i in enumerate(g.numpy().reshape(matrices) / 8):
+        for i, g_i in enumerate(parts_of(label, g.numpy() / 8)):
             lr = row.lr * optimizer.lr_schedule
             how = (row, lr, row.lr_mul[i % len(row.lr_mul)], optimizer.momentum)
             expected[i], m[i], v[i] = normuon_reference(expected[i], g_i, m[i], v[i], *how)
         # As for Polar Express: 1000 · n · 2⁻⁵³, at a rate of 0.15 at most, over four steps
-        found = p.detach().numpy().reshape(matrices)
-        assert np.abs(found - expected).max() <= 4 * 1000 * 64 * U64
+        for found, part in zip(parts_of(label, p.detach().numpy()), expected, strict=True):
+            assert np.abs(found - part).max() <= 4 * 1000 * 64 * U64
         assert p.grad is None
+    state = optimizer.state[label]
+    moments = []
+    for i in range(matrices[0]):
+        grouped = label == "attn" and i % 4 < 2
+        moments += [*state["group_second_moment"][i]] if grouped else [state["second_moment"][i]]
+    for found, moment in zip(moments, v, strict=True):
+        assert np.abs(found.flatten().numpy() - moment).max() <= 1e-10
 
 
 def test_normuon_decays_where_update_and_weight_agree_or_vanish() -> None:
@@ -489,10 +507,10 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
 
 def train_rank(rank: int, world_size: int) -> list[dict]:
     """Six steps on this rank's micro-batches; after each, parameters and this rank's state."""
-    model = tiny_gpt(F64)
+    model = tiny_gpt(F64, num_heads=4, head_dim=4)
     with torch.no_grad():
         model.embed.copy_(model.lm_head.T)
-    manager = TrainingManager(model, h())
+    manager = TrainingManager(model, h(head_dim=4))
     optimizer = manager.optimizer
     per_rank = h().micro_batches // world_size
     history = []

@@ -19,9 +19,7 @@ from sample import load_script
 
 LOG = ROOT / "records/2026-11-22_Record_61/seed0.txt"
 FOLDER = Path(__file__).parent / "parity"
-COMMON = (
-    "attn", "mlp", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "lm_head", "embed",
-)  # fmt: skip
+COMMON = ("smear_gate", "skip_gate", "attn_gate_bank", "lm_head", "embed")
 
 
 @functools.cache

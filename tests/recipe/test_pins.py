@@ -9,8 +9,8 @@ import torch
 import train_gpt
 from common import U16, short_schedule
 from train_gpt import (
-    GPT, LAMBDAS, LAYERS, PARAM_TABLE, SCALARS, SCATTER_ORDER, WORK_ORDER, Adam, Hyperparameters, NorMuon,
-    split_step, step_schedule,
+    GPT, LAMBDAS, LAYERS, MUDD, PARAM_TABLE, SCALARS, SCATTER_ORDER, WORK_ORDER, Adam,
+    Hyperparameters, NorMuon, split_step, step_schedule,
 )  # fmt: skip
 
 H = Hyperparameters()
@@ -19,8 +19,9 @@ H = Hyperparameters()
 def test_settings_of_the_record() -> None:
     pinned = dict(
         vocab_size=50257, bos_id=50256, model_dim=768, num_heads=6, head_dim=128,
-        bigram_rows=251_520, attention_scale=0.1, dtype="bfloat16", fp8_head=True,
-        num_scheduled_iterations=1450, num_extension_iterations=40, comms="sharded",
+        bigram_rows=754_560, attention_scale=0.1, dtype="bfloat16",
+        fp8_head=True,
+        num_scheduled_iterations=1375, num_extension_iterations=10, comms="sharded",
         grad_dtype="param", batch_unit=16384, micro_batches=8, block_size=128, adam_lr_scale=1.0,
         muon_lr_scale=1.0, momentum_warmup=300, momentum_cooldown=50, val_every=250,
         val_tokens=10_485_760, val_batch_tokens=2_097_152,
@@ -50,23 +51,24 @@ def test_rows_of_adam() -> None:
         "attn_gate_bank": replicated((0.9, 0.99), 1, 1),
         "ve_gate_bank": replicated((0.9, 0.99), 1, 1),
         "layer_lambdas": replicated((0.9, 0.95), (5, 5, 1), 0),
+        "mudd": replicated((0.9, 0.99), 0.25, 1),
         "lm_head": sharded((0.5, 0.95), 1, 150),
         "embed": sharded((0.5, 0.95), 1, 150, "lm_head"),
     }
 
 
 def test_rows_of_normuon() -> None:
-    shared = dict(comms="sharded", every=1, lr=0.023, weight_decay=1.2, beta2=0.95, wd_mul=1)
+    shared = dict(comms="sharded", every=1, lr=0.023, weight_decay=1.2, beta2=0.9, wd_mul=1)
     assert {label: row for label, row in PARAM_TABLE.items() if isinstance(row, NorMuon)} == {
         "attn": NorMuon(
-            **shared, lr_mul=(1.0,), matrices_per_slice=4, may_pad=True, pad_front=True
+            **shared, heads_per_group=(2, 2, 0, 0), matrices_per_slice=4, pad_front=True
         ),
-        "mlp": NorMuon(**shared, lr_mul=(1.0, 2.0), matrices_per_slice=1, may_pad=True),
+        "mlp": NorMuon(**shared, lr_mul=(1.0, 2.0)),
     }
 
 
 def test_orders() -> None:
-    gates = ("smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas")
+    gates = ("smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas", "mudd")
     tables, head = ("value_embeds", "bigram_embed"), ("lm_head", "embed")
     assert SCATTER_ORDER == ("attn", "mlp", "scalars", *tables, *gates, *head)
     assert WORK_ORDER == ("scalars", *gates, *tables, *head, "attn", "mlp")
@@ -105,10 +107,9 @@ def test_what_each_layer_has() -> None:
     assert len(LAYERS) == 11
     assert where(window="") == (6,) and where(window="long") == where(key_offset=True) == (3, 10)
     assert where(paired=True) == (0, 2, 5, 9)
-    assert where(value_gate=6) == (1, 8, 10) and where(value_gate=12) == (2, 9)
-    assert where(value_gate=0) == (0, 3, 4, 5, 6, 7)
-    assert where(keep="c3") == (3,) and where(add="c3") == (6,) and where(keep="c7") == (7,)
-    assert where(same_input=True) == (9, 10)
+    assert where(value_gate=True) == (1, 2, 8, 9) and where(mudd=True) == (10,)
+    assert where(keep="c3") == (3,) and where(keep="c7") == (7,) and where(keep="c9") == (9,)
+    assert where(add="c3") == (6,) and where(same_input=True) == (9, 10)
 
 
 def test_starts_of_the_scalars() -> None:
@@ -117,9 +118,15 @@ def test_starts_of_the_scalars() -> None:
     assert SCALARS == {
         "sa_lambda": [0.5, 1.0] * 11,
         "smear_lambda": [0.0],
-        "backout_lambda": [0.5],
         "skip_lambda": [-1.5],
     }
+    before, after = MUDD
+    gates = {"gate_low": 2, "gate_high": 2}
+    assert {name: value for name, value in before.items() if value} == {
+        **gates, **{name: value for name, value in LAMBDAS.items() if value}
+    }  # fmt: skip
+    assert len(before) == 14
+    assert after == {"c0": 0, "c7": -0.5, "c9": 0, "value_embed": 0, "c3": 0}
 
 
 # -----------------------------------------------------------------------------
@@ -136,14 +143,15 @@ def test_shapes_and_dtypes(fresh: GPT) -> None:
     shapes = {
         "attn": (10, 256, 64),
         "mlp": (12, 2, 256, 64),
-        "scalars": (25,),
+        "scalars": (24,),
         "value_embeds": (384, 320),
-        "bigram_embed": (1920, 64),
+        "bigram_embed": (5760, 16),
         "smear_gate": (1, 12),
         "skip_gate": (1, 12),
         "attn_gate_bank": (10, 4, 12),
-        "ve_gate_bank": (5, 4, 12),
-        "layer_lambdas": (11, 6),
+        "ve_gate_bank": (4, 4, 12),
+        "layer_lambdas": (11, 10),
+        "mudd": (2, 64 * 64 + 14 * 64 + 14),
         "lm_head": (64, 384),
         "embed": (384, 64),
     }
@@ -193,64 +201,33 @@ def test_bigrams_and_gates_start_at_zero(fresh: GPT) -> None:
 
 
 def test_scalars_start_in_the_order_of_their_table(fresh: GPT) -> None:
-    starts = [0.5, 1.0] * 11 + [0.0, 0.5, -1.5]
+    starts = [0.5, 1.0] * 11 + [0.0, -1.5]
     assert torch.equal(fresh.scalars, torch.tensor(starts))
-    rows = torch.tensor([[1.1**0.5, 1.1**0.5, 1, 1, 0, 0.05]] * 11)
+    rows = torch.tensor([[1.1**0.5, 1.1**0.5, 1, 1, 0, 0.05, 0, 0, 0, 0]] * 11)
     assert torch.equal(fresh.layer_lambdas, rows)
 
 
+def test_mudd_starts_with_its_biases_alone(fresh: GPT) -> None:
+    for network, values in enumerate(MUDD):
+        W1, W2, b = fresh.mudd_network(network)
+        assert_uniform(W1, 64**-0.5)
+        assert (W2 == 0).all()
+        starts = (10 * torch.tensor(list(values.values()))).bfloat16()
+        assert torch.equal(b[: len(starts)], starts)
+
+
+def test_signs_are_even(fresh: GPT) -> None:
+    signs = fresh.bigram_signs
+    assert signs.shape == (8192, 16) and (signs.abs() == 1).all()
+    assert abs(signs.float().mean()) <= 5 / math.sqrt(signs.numel())
+
+
 # -----------------------------------------------------------------------------
-# Table 4: stages, by what they make of a step of the record preset
-
-# step: (batch units, document cut, short window, long window, YaRN's window, lr before its decay,
-# MTP weights); cut and windows in blocks
-STEPS = {
-    0: (8, 7, 1, 3, 3, 1.00, (1, 0.5, 0.25)),
-    482: (8, 7, 1, 3, 3, 1.00, (1, 0.5, 0.25 / 483)),
-    483: (16, 16, 3, 7, 7, 1.52, (1, 0.5)),  # a third of 1450 is 483.33
-    484: (16, 16, 3, 7, 7, 1.52, (1, 0.5 * 483 / 484)),
-    580: (16, 16, 3, 7, 7, 1.52, (1, 0.5 * 387 / 484)),  # the cooldown begins: 0.4 of 1450
-    581: (16, 16, 3, 7, 7, 1.52, (1, 0.5 * 386 / 484)),
-    966: (16, 16, 3, 7, 7, 1.52, (1, 0.5 / 484)),
-    967: (24, 16, 5, 11, 11, 1.73, (1,)),  # two thirds are 966.67
-    1449: (24, 16, 5, 11, 11, 1.73, (1,)),
-    1450: (24, 16, 6, 13, 13, 0.15, (1,)),
-    1489: (24, 16, 6, 13, 13, 0.15, (1,)),
-    1490: (24, 16, 6, 20, 13, 0.15, (1,)),  # the final validation
-}
-MOMENTUM = {
-    0: 0.85,
-    150: 0.90,
-    299: 0.85 + 0.1 * 299 / 300,
-    300: 0.95,
-    1440: 0.95,
-    1441: 0.948,
-    1465: 0.90,
-    1489: 0.852,
-}
-# A handful of fp64 operations on numbers below 2.
-EXACT = dict(rel=1e-12, abs=1e-12)
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_schedule_of_the_record(step: int) -> None:
-    batch, cut, short, long, yarn, peak, mtp_weights = STEPS[step]
-    said = step_schedule(step, H)
-    assert (said.batch_tokens, said.max_doc_len) == (batch * 16384, cut * 128)
-    assert said.short_window == short * 128
-    assert (said.long_window, said.yarn_window) == (long * 128, yarn * 128)
-    w = max(0, min(1, (1450 - step) / (1450 - 580)))
-    assert said.lr_schedule == pytest.approx(peak * w + 0.15 * (1 - w), **EXACT)
-    assert said.mtp_weights == pytest.approx(mtp_weights, **EXACT)
-
-
-def test_momentum_of_the_record() -> None:
-    found = {step: step_schedule(step, H).momentum for step in MOMENTUM}
-    assert found == pytest.approx(MOMENTUM, **EXACT)
+# Table 4: stages. Every number of every step: test_schedule.py
 
 
 def test_embedding_splits_on_the_third_stages_first_odd_step() -> None:
-    assert [split_step(n) for n in (1450, 1725, 232, 12)] == [967, 1151, 155, 9]
+    assert [split_step(n) for n in (1375, 1725, 232, 12)] == [917, 1151, 155, 9]
 
 
 def test_every_third_of_a_short_run_has_its_batch() -> None:

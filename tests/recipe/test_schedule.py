@@ -91,7 +91,7 @@ def test_momentum_rises_stays_and_falls_and_the_rise_has_precedence(
         assert step_schedule(step, h).momentum == pytest.approx(expected, **EXACT)
 
 
-@pytest.mark.parametrize("scheduled", [1450, 1725, 290, 151, 150, 12, 4, 3, 1])
+@pytest.mark.parametrize("scheduled", [1375, 1725, 290, 151, 150, 12, 4, 3, 1])
 def test_embedding_splits_on_the_first_step_from_its_time_on_that_updates_it(
     scheduled: int,
 ) -> None:
@@ -110,26 +110,26 @@ def test_embedding_splits_on_the_first_step_from_its_time_on_that_updates_it(
 # stage's begin and end.
 RECORD = {
     0: (8, 7, 1, 3, 3, 1.00, (1, 0.5, 0.25), (1, 0.5, 0)),
-    483: (16, 16, 3, 7, 7, 1.52, (1, 0.5), (1, 0)),  # a third of 1450 is 483.33
-    967: (24, 16, 5, 11, 11, 1.73, (1,), (1,)),
-    1450: (24, 16, 6, 13, 13, 0.15, (1,), (1,)),  # the extension, at the cooldown's floor
-    1490: (24, 16, 6, 20, 13, 0.15, (1,), (1,)),  # the final validation
+    458: (16, 16, 3, 7, 7, 1.52, (1, 0.5), (1, 0)),  # a third of 1375 is 458.33
+    917: (24, 16, 5, 11, 11, 1.73, (1,), (1,)),
+    1375: (24, 16, 6, 13, 13, 0.15, (1,), (1,)),  # the extension, at the cooldown's floor
+    1385: (24, 16, 6, 20, 13, 0.15, (1,), (1,)),  # the final validation
 }
 
 
 def test_every_step_of_the_record_has_its_numbers() -> None:
-    """The cooldown goes from step 580, 0.40 of 1450, to the floor of 0.15; the peak jumps on the way.
+    """The cooldown goes from step 550, 0.40 of 1375, to the floor of 0.15; the peak jumps on the way.
     Momentum rises over 300 steps and falls over the last 50."""
     h = Hyperparameters()
-    assert h.total_iterations == 1490
-    for step in range(1491):
+    assert h.total_iterations == 1385
+    for step in range(1386):
         begin = max(first for first in RECORD if first <= step)
-        end = min((first for first in RECORD if first > step), default=1491)
+        end = min((first for first in RECORD if first > step), default=1386)
         batch, *blocks, peak, first, last = RECORD[begin]
         done = (step - begin) / (end - begin)
         weights = [a + done * (b - a) for a, b in zip(first, last)]
-        t = min(1, max(0, (step - 580) / 870))
-        momentum = min(0.85 + 0.1 * step / 300, 0.95, 0.95 - 0.002 * (step - 1440))
+        t = min(1, max(0, (step - 550) / 825))
+        momentum = min(0.85 + 0.1 * step / 300, 0.95, 0.95 - 0.002 * (step - 1335))
         said = step_schedule(step, h)
         assert said[:5] == (batch * 16384, *(128 * x for x in blocks)), step
         assert said.lr_schedule == pytest.approx(peak * (1 - t) + 0.15 * t, **EXACT), step
