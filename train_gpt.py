@@ -2,8 +2,9 @@
 
 Result so far: the demo on two CPU cores, and 50 steps of the record preset on one H100 (records/).
 The arithmetic is proven on CPUs by ./test.sh: every kernel against a reference, 1 to 16 ranks
-against one. The recipe is public record 83 of github.com/KellerJordan/modded-nanogpt, whose
-ten logs of 1375 + 10 steps have a mean loss of 3.27850.
+against one. The recipe is public record 84 of github.com/KellerJordan/modded-nanogpt with
+record 88's loss. Its logs of 1365 + 10 steps have a mean loss of 3.27848 on 8 H100s (ten, in
+78.5 s) and of 3.27782 on one (ten, in 595 s).
 
     ./run.sh                                               # record preset on GPUs, demo without
     ./run.sh ideas/idea.py --num_scheduled_iterations=200  # your own copy, your own settings
@@ -34,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder) for folder in HERE.parents if (folder / "runtime/run.py").is_file()]
 
 # fmt: off
+from data.encodings import load_prefixes
 from data.loader import (
     DataFacts, check_data, distributed_data_generator, synthetic_batch, to_device,
     train_pattern, val_pattern,
@@ -51,8 +53,8 @@ from sample import sample_text
 from triton_kernels import (
     CPU_FP32, XTX, XXT, Band, aX_plus_BX, attend, ba_plus_cAA, band_bias, cache_sized,
     flash_attention, fp8_head_loss, fused_on_gpu, has_fp8, join_mantissa, kernel_device, linear,
-    lookup, norm, norm_and_rotate_qk, relu_squared_mlp, residual_add, softcapped_cross_entropy,
-    split_mantissa, transpose_add, transpose_copy, uses_flash,
+    lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp, relu_squared_mlp_fp8,
+    residual_add, softcapped_cross_entropy, split_mantissa, transpose_add, transpose_copy, uses_flash,
 )
 # fmt: on
 
@@ -81,10 +83,11 @@ class Hyperparameters:
     attention_scale: float = setting(0.1, "initial scale of the attention logits; grows with the windows")
     dtype: str = setting("bfloat16", "dtype of matrices, embeddings, gates", choices=("bfloat16", "float32"))
     fp8_head: bool = setting(True, "FP8 matmuls in the LM head (compute capability 8.9 or later)")
+    fp8_mlp: bool = setting(True, "FP8 up-projections in the MLPs, in the forward pass of training")
     compile: bool = setting(True, "torch.compile the model")
     seed: int = setting(0, "of the initial weights", least=0)
     # Schedule
-    num_scheduled_iterations: int = setting(1375, "steps of the stages")
+    num_scheduled_iterations: int = setting(1365, "steps of the stages")
     num_extension_iterations: int = setting(10, "steps after them, at a low rate and wider windows", least=0)
     comms: str = setting("sharded", "how large parameters are reduced", choices=("sharded", "replicated"))
     grad_dtype: str = setting("param", "dtype in which gradients accumulate", choices=("param", "float32"))
@@ -138,7 +141,7 @@ DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes",
     bigram_rows=16_384, model_dim=64, num_heads=2, head_dim=32, dtype="float32", compile=False,
     attention_scale=0.28,  # normed queries have length √head_dim: narrow heads make small logits
-    num_scheduled_iterations=384, num_extension_iterations=8,
+    num_scheduled_iterations=345, num_extension_iterations=3,
     batch_unit=72, micro_batches=2, block_size=32,
     momentum_warmup=1000, muon_lr_scale=1.3, adam_lr_scale=1.5,  # for a short run
     val_every=150, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
@@ -468,17 +471,19 @@ class Stage(NamedTuple):
     lr: float  # multiplies every learning rate, before the cooldown
     mtp_first: tuple[float, ...]  # multi-token prediction weights at the stage's first step
     mtp_last: tuple[float, ...]  # weights reached, linearly, at the next stage's first step
+    prefix_first: float  # weight of the next token's prefix in the loss, at the stage's first step
+    prefix_last: float  # weight reached, linearly, at the next stage's first step
 
 
 # The rate grows with the batch: 1.52 is (16/8)^0.6, and 1.73 is (24/8)^0.5 (public record 61).
 # fmt: off
 STAGES = (
     Stage(1, until=1/3, batch=8,  docs=7,  short=1, long=3,  lr=1.00,
-          mtp_first=(1, 0.5, 0.25), mtp_last=(1, 0.5, 0)),
+          mtp_first=(1, 0.5, 0.25), mtp_last=(1, 0.5, 0), prefix_first=0.25, prefix_last=0.25),
     Stage(2, until=2/3, batch=16, docs=16, short=3, long=7,  lr=1.52,
-          mtp_first=(1, 0.5), mtp_last=(1, 0)),
+          mtp_first=(1, 0.5), mtp_last=(1, 0), prefix_first=0.25, prefix_last=0),
     Stage(3, until=1.0, batch=24, docs=16, short=5, long=11, lr=1.73,
-          mtp_first=(1,), mtp_last=(1,)),
+          mtp_first=(1,), mtp_last=(1,), prefix_first=0, prefix_last=0),
 )
 # fmt: on
 # After the stages, at LR_FLOOR. The last validation has a wider window, with YaRN as it was.
@@ -592,6 +597,7 @@ class ForwardSchedule(NamedTuple):
     short_window: int
     long_window: int
     max_doc_len: int = 0  # tokens of the longest document in the micro-batch; 0: unknown
+    prefix_weight: Tensor | None = None  # of the next token's prefix, (1,); None: no such target
 
 
 class GPT(nn.Module):
@@ -611,6 +617,8 @@ class GPT(nn.Module):
         bigram_rows: int = 0,  # 0: fifteen per token
         attention_scale: float = 0.1,  # initial, before the windows grow
         fp8_head: bool = False,  # FP8 matmuls in the LM head, only in training
+        fp8_mlp: bool = False,  # FP8 up-projections in the MLPs, only in training
+        prefixes: Any = None,  # each token's prefix, (vocab_size,) int64; -1, None: it has none
     ):
         """Raises ValueError for sizes that do not fit LAYERS."""
         super().__init__()
@@ -620,6 +628,7 @@ class GPT(nn.Module):
         self.model_dim = model_dim
         self.max_tokens = max_tokens
         self.fp8_head = fp8_head
+        self.fp8_mlp = fp8_mlp
         vocab = -(-vocab_size // 128) * 128
         dim = model_dim
 
@@ -647,6 +656,10 @@ class GPT(nn.Module):
             param.label = label
         signs = torch.empty(SIGN_ROWS, self.bigram_embed.size(1), dtype=torch.bfloat16)
         self.register_buffer("bigram_signs", signs)
+        table = torch.full((vocab,), -1)
+        if prefixes is not None:
+            table[: len(prefixes)] = torch.as_tensor(prefixes)
+        self.register_buffer("prefixes", table, persistent=False)
         self.initialize()
         self.yarn = Yarn(head_dim, max_tokens, self.embed.dtype, attention_scale)
 
@@ -674,14 +687,20 @@ class GPT(nn.Module):
     def forward(
         self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor, schedule: ForwardSchedule
     ) -> Tensor:
-        """In training the multi-token loss, summed over tokens; else the mean next-token loss; both
-        in fp32 or better. inputs (T,) int32, targets (T,) int64, cu_seqlens (slots,) int32:
+        """In training the loss of several targets, summed over tokens; else the mean next-token loss;
+        both in fp32 or better. inputs (T,) int32, targets (T,) int64, cu_seqlens (slots,) int32:
         document starts, padded with T."""
         x = self.hidden_states(inputs, cu_seqlens, schedule)
-        if self.training:
-            return head_loss(x, self.lm_head, targets, schedule.mtp_weights, self.fp8_head)
-        next_token_only = torch.ones(1, device=x.device, dtype=schedule.mtp_weights.dtype)
-        return head_loss(x, self.lm_head, targets, next_token_only, fp8=False) / len(targets)
+        weights = schedule.mtp_weights
+        if not self.training:
+            next_token_only = torch.ones(1, device=x.device, dtype=weights.dtype)
+            loss = head_loss(x, self.lm_head, targets[:, None], next_token_only, fp8=False)
+            return loss / len(targets)
+        columns = mtp_targets(targets, len(weights))
+        if schedule.prefix_weight is not None:
+            weights = torch.cat((weights, schedule.prefix_weight))
+            columns = torch.cat((columns, self.prefixes[targets][:, None]), 1)
+        return head_loss(x, self.lm_head, columns, weights, self.fp8_head)
 
     def hidden_states(
         self, inputs: Tensor, cu_seqlens: Tensor, schedule: ForwardSchedule
@@ -704,6 +723,9 @@ class GPT(nn.Module):
         head_gate = by_layer("window", self.attn_gate_bank.unbind())
         ve_gate = by_layer("value_gate", self.ve_gate_bank.unbind())
         mlp = pairs(self.mlp.view(-1, 4 * dim, dim).unbind())  # (W_fc, W_proj)
+        W8 = [None] * len(LAYERS)  # or W_fc in FP8, with its scale
+        if self.fp8_mlp and self.training:
+            W8 = list(zip(*quantize_by_largest(self.mlp.detach()[:, 0])))
         bands = self.bands(cu_seqlens, T, schedule)
 
         # Embeddings: (T, dim), (T, VALUE_LAYERS·dim), (T, dim / 4). Each token sees a bit of the
@@ -742,7 +764,7 @@ class GPT(nn.Module):
                 if i > 0:
                     x = add_bigram(x, scale["bigram"] * bigram)
                 x = residual_add(x, out)
-            out = scaled_mlp(norm(x), *mlp[i], scale["post_mlp"])
+            out = scaled_mlp(norm(x), *mlp[i], scale["post_mlp"], W8[i])
             x = residual_add(scale["resid_mlp"] * x, out)
             if layer.keep:
                 kept[layer.keep] = x
@@ -835,12 +857,15 @@ def add_bigram(x: Tensor, bigram: Tensor) -> Tensor:
     return x + F.pad(bigram, (0, x.size(1) - bigram.size(1)))
 
 
-def scaled_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor, scale: Tensor) -> Tensor:
-    """The MLP's output times scale: 0-dim, or (T, 1)."""
-    if scale.dim():
-        return scale * relu_squared_mlp(x, W_fc, W_proj)
-    # Scaling the weights costs less than scaling activations.
-    return relu_squared_mlp(x, W_fc, scale * W_proj)
+def scaled_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor, scale: Tensor, W8: Any) -> Tensor:
+    """The MLP's output times scale: 0-dim, or (T, 1). W8: None, or W_fc in FP8 and its scale."""
+    if not scale.dim():  # scaling the weights costs less than scaling activations
+        W_proj = scale * W_proj
+    if W8 is None:
+        out = relu_squared_mlp(x, W_fc, W_proj)
+    else:
+        out = relu_squared_mlp_fp8(x, W_fc, W_proj, *W8)
+    return scale * out if scale.dim() else out
 
 
 def pairs(items: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -863,16 +888,22 @@ FP8_W_SCALE = 1.6 / 448  # e4m3
 FP8_GRAD_SCALE = 0.75 / 448  # e5m2, of the gradient of a loss that is summed over tokens
 
 
-def head_loss(x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, fp8: bool) -> Tensor:
-    """Σ_t Σ_k mtp_weights[k] · CE(softcap(x[t] @ w), targets[t + k]), 0-dim, in fp32 or better.
+def mtp_targets(targets: Tensor, K: int) -> Tensor:
+    """Multi-token prediction (Gloeckle et al., arXiv 2404.19737): (T, K) targets from (T,). Row t
+    holds targets t … t + K − 1, and -1 past the end."""
+    return F.pad(targets, (0, K - 1), value=-1).unfold(0, K, 1)
 
-    x (T, dim), w (dim, vocab), targets (T,) int64, mtp_weights (K,). Multi-token prediction: Gloeckle
-    et al., arXiv 2404.19737. Softcap and FP8: triton_kernels.py.
+
+def head_loss(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, fp8: bool) -> Tensor:
+    """Σ_t Σ_k weights[k] · CE(softcap(x[t] @ w), targets[t, k]), 0-dim, in fp32 or better.
+
+    x (T, dim), w (dim, vocab), targets (T, K) int64, -1 for none, weights (K,). Softcap and FP8:
+    triton_kernels.py.
     """
     if fp8:
         scales = (FP8_X_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE)
-        return fp8_head_loss(x, w, targets, mtp_weights, *scales)
-    return softcapped_cross_entropy(x @ w, targets, mtp_weights)
+        return fp8_head_loss(x, w, targets, weights, *scales)
+    return softcapped_cross_entropy(x @ w, targets, weights)
 
 
 # -----------------------------------------------------------------------------
@@ -1301,13 +1332,17 @@ class StepSchedule(NamedTuple):
     lr_schedule: float  # multiplies every learning rate
     momentum: float  # of NorMuon
     mtp_weights: tuple[float, ...]  # of the next token, the one after it, …
+    prefix_weight: float  # of the next token's prefix
 
 
 def step_schedule(step: int, h: Hyperparameters) -> StepSchedule:
     """The schedule as a pure function. step = h.total_iterations is the final validation."""
     stage, progress = stage_at(step, h.num_scheduled_iterations)
     shown = FINAL_VALIDATION if step >= h.total_iterations else stage
-    weights = zip(stage.mtp_first, stage.mtp_last)
+
+    def interpolate(first: float, last: float) -> float:
+        return first + (last - first) * progress
+
     return StepSchedule(
         batch_tokens=shown.batch * h.batch_unit,
         max_doc_len=shown.docs * h.block_size,
@@ -1316,7 +1351,8 @@ def step_schedule(step: int, h: Hyperparameters) -> StepSchedule:
         yarn_window=stage.long * h.block_size,
         lr_schedule=lr_multiplier(step, h.num_scheduled_iterations),
         momentum=muon_momentum(step, h),
-        mtp_weights=tuple(first + (last - first) * progress for first, last in weights),
+        mtp_weights=tuple(map(interpolate, stage.mtp_first, stage.mtp_last)),
+        prefix_weight=interpolate(stage.prefix_first, stage.prefix_last),
     )
 
 
@@ -1411,14 +1447,17 @@ class TrainingManager:
             self.model.extend_windows(narrow, wide)
         self.current = coming
         self.yarn_window = coming.yarn_window
-        weights = torch.tensor(coming.mtp_weights, dtype=torch.float32)
-        self.mtp_weights = weights.to(self.model.embed.device, non_blocking=True)
+        weights = (*coming.mtp_weights, coming.prefix_weight)
+        weights = torch.tensor(weights, dtype=torch.float32)
+        weights = weights.to(self.model.embed.device, non_blocking=True)
+        self.mtp_weights = weights[:-1]
+        self.prefix_weight = weights[-1:] if coming.prefix_weight else None
 
     def forward_schedule(self) -> ForwardSchedule:
         current = self.current
         longest = current.max_doc_len if self.model.training else self.max_val_doc_len
         windows = (current.short_window, current.long_window)
-        return ForwardSchedule(self.mtp_weights, *windows, longest)
+        return ForwardSchedule(self.mtp_weights, *windows, longest, self.prefix_weight)
 
     def batch_tokens(self, step: int) -> int:
         return step_schedule(step, self.h).batch_tokens
@@ -1451,13 +1490,17 @@ class TrainingManager:
 # Model and data of a run
 
 
-def build(h: Hyperparameters, ranks: Ranks, max_val_doc_len: int = 0) -> TrainingManager:
+def build(
+    h: Hyperparameters, ranks: Ranks, max_val_doc_len: int = 0, prefixes: Any = None
+) -> TrainingManager:
     """The model with its initial weights, the same on every rank and device, in its manager."""
     seed_random(h.seed)
     torch.manual_seed(h.seed)
     sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, h.max_tokens)
-    options = dict(bigram_rows=h.bigram_rows, attention_scale=h.attention_scale)
-    model = GPT(*sizes, **options, fp8_head=h.fp8_head and has_fp8(ranks.device))
+    tables = dict(bigram_rows=h.bigram_rows, prefixes=prefixes)
+    options = dict(**tables, attention_scale=h.attention_scale)
+    fp8 = has_fp8(ranks.device)
+    model = GPT(*sizes, **options, fp8_head=h.fp8_head and fp8, fp8_mlp=h.fp8_mlp and fp8)
     if h.dtype == "float32":
         model.float()
     model.to(ranks.device)
@@ -1477,7 +1520,7 @@ def check_shards(h: Hyperparameters) -> DataFacts:
         max_doc_len=lambda step: step_schedule(step, h).max_doc_len,
         val_tokens=h.val_tokens,
         val_batch_tokens=h.val_batch_tokens,
-        encoding=h.encoding if h.sample_tokens else None,
+        encoding=h.encoding,
         **h.stream,
     )
 
@@ -1582,6 +1625,7 @@ def prepare(run: Run) -> TrainingManager:
     ranks.on_all_ranks(h.check, ranks.world_size)
     ranks.on_first(functools.partial(make_default_data, h.data))
     data = ranks.on_all_ranks(check_shards, h)
+    prefixes = ranks.on_all_ranks(load_prefixes, h.data, h.encoding, h.vocab_size)
     if ranks.device.type == "cuda":
         arithmetic = f"attention: {flash_attention()}"
     else:
@@ -1592,12 +1636,12 @@ def prepare(run: Run) -> TrainingManager:
 
     # The warm-up has a manager of its own: none of its gradients reaches an optimizer or a moving
     # average of the run. What it compiles, the second manager uses.
-    manager = ranks.on_all_ranks(build, h, ranks, data.longest)
+    manager = ranks.on_all_ranks(build, h, ranks, data.longest, prefixes)
     run.open(manager, data.shards, [arithmetic])
     with run.timed_warm_up():
         warm_up(manager, ranks, run.first_step)
         del manager
-    manager = build(h, ranks, data.longest)
+    manager = build(h, ranks, data.longest, prefixes)
     run.restore(manager)
     return manager
 

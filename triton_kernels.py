@@ -1030,11 +1030,15 @@ class _ReluSquaredMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Triple:
-        x, W_fc, W_proj, r = ctx.saved_tensors
-        grad = _cast(grad, r.dtype)
-        grad_W_proj = r.square().mT @ grad
-        grad_h = (grad @ (2 * W_proj).mT).mul_(r)  # d relu(h)² = 2 relu(h)
-        return tuple(_cast(z, ctx.dtype) for z in (grad_h @ W_fc, grad_h.mT @ x, grad_W_proj))
+        return _mlp_gradients(ctx, grad)
+
+
+def _mlp_gradients(ctx, grad: Tensor) -> Triple:
+    x, W_fc, W_proj, r = ctx.saved_tensors
+    grad = _cast(grad, r.dtype)
+    grad_W_proj = r.square().mT @ grad
+    grad_h = (grad @ (2 * W_proj).mT).mul_(r)  # d relu(h)² = 2 relu(h)
+    return tuple(_cast(z, ctx.dtype) for z in (grad_h @ W_fc, grad_h.mT @ x, grad_W_proj))
 
 
 # Chips with an H100's shared memory (H100, H200, B200) also have the tensor memory accelerator (TMA), which
@@ -1049,19 +1053,24 @@ LARGE_TILES_BACKWARD = LARGE_TILES | dict(num_stages=3)  # room for a tile of th
 @triton.jit
 def relu_squared_kernel(
     x, w, activation, out,  # (M, K), (N, K), (M, N), (M, N): tensor descriptors if TMA, else pointers
+    scale,  # of x wᵀ: a 0-dim fp32 tensor, or None
     M, N, K,
     BACKWARD: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out = relu(x wᵀ)² forward, x wᵀ · 2√activation backward. A program takes every num_programs-th tile.
 
+    With a scale, x and w are FP8, and h = scale · x wᵀ is rounded to out's dtype before it is squared.
     Faster: the epilogue squares, or multiplies by the slope, so that x wᵀ never goes to memory. Programs
     that run side by side share rows of x, and all of w stays in L2. If FLATTEN, the loops over tiles and
     over K are one, so that the next tile's operands load during an epilogue.
     Must hold: rows are multiples of 16 bytes (TMA); NaN stays NaN.
-    From: R87 for saving the square alone.
+    From: R84 for FP8; R87 for saving the square alone.
     """
     HALF: tl.constexpr = BLOCK_N // 2
+    OUT: tl.constexpr = out.dtype if TMA else out.dtype.element_ty
+    if scale is not None:
+        factor = tl.load(scale)
     across = tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0)
     tiles = tl.cdiv(M, BLOCK_M) * across
@@ -1083,20 +1092,31 @@ def relu_squared_kernel(
                 result *= 2 * tl.sqrt(saved.to(tl.float32))
             else:
                 result = tl.where(result < 0, 0.0, result)  # NaN stays
+                if scale is not None:
+                    # Squared as it is: a cast back to fp32 would cost a slow conversion a number.
+                    result = (result * factor).to(OUT)
                 result *= result
             if TMA:
-                out.store([row, at], result.to(out.dtype))
+                out.store([row, at], result.to(OUT))
             else:
                 _store_tile(out, result, row, at, M, N)
 
 
-def launch_relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tensor:
-    """relu(x wᵀ)², or x wᵀ · 2√activation where one is given, (M, N); x (M, K) and w (N, K) of one dtype."""
+def launch_relu_squared(
+    x: Tensor, w: Tensor, activation: Tensor | None, scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """relu(x wᵀ)², or x wᵀ · 2√activation where one is given, (M, N); x (M, K) and w (N, K) of one dtype.
+
+    With a scale, 0-dim in fp32, x and w are FP8, and the result is relu(scale · x wᵀ)² in dtype.
+    """
     M, K = x.shape
     N = w.size(0)
-    out = x.new_empty(M, N)
+    out = x.new_empty(M, N, dtype=dtype)
     large = LARGE_TILES if activation is None else LARGE_TILES_BACKWARD
     config = large if chip(x.device).shared_memory >= H100.shared_memory else SMALL_TILES
+    if scale is not None:
+        config = config | dict(BLOCK_K=2 * config["BLOCK_K"])  # as many bytes
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
 
     def tiles(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor | Tensor:
@@ -1108,7 +1128,7 @@ def launch_relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tens
     programs = min(chip(x.device).processors, triton.cdiv(M, m) * triton.cdiv(N, n))
     launch(
         relu_squared_kernel, (programs,),
-        tiles(x, m, k), tiles(w, n, k), saved, result, M, N, K,
+        tiles(x, m, k), tiles(w, n, k), saved, result, scale, M, N, K,
         BACKWARD=activation is not None, **config,
     )  # fmt: skip
     return out
@@ -1138,9 +1158,13 @@ class _FusedReluSquaredMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Triple:
-        x, W_fc, W_proj, activation = ctx.saved_tensors
-        grad_h = relu_squared_op(grad, W_proj, activation)
-        return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
+        return _fused_mlp_gradients(ctx, grad)
+
+
+def _fused_mlp_gradients(ctx, grad: Tensor) -> Triple:
+    x, W_fc, W_proj, activation = ctx.saved_tensors
+    grad_h = relu_squared_op(grad, W_proj, activation)
+    return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
 
 
 relu_squared_mlp.kernel("cuda")(_FusedReluSquaredMLP.apply)
@@ -1150,7 +1174,8 @@ relu_squared_mlp.kernel("cuda")(_FusedReluSquaredMLP.apply)
 # 9. FP8: quantization and matmuls
 #
 # Formats (Micikevicius et al., arXiv 2209.05433): e4m3 has 3 bits of mantissa and reaches 448, for weights
-# and activations; e5m2 has 2 bits and reaches 57344, for gradients. Scales are static.
+# and activations; e5m2 has 2 bits and reaches 57344, for gradients. Scales are static in the LM head; in the
+# MLP they are those of the largest number, of a layer's weights or of a micro-batch.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -1321,6 +1346,83 @@ def _fp8_linear_gradients(ctx, grad, *_):
 fp8_linear_op.register_autograd(_fp8_linear_gradients, setup_context=_save_fp8)
 
 
+@has_kernel
+def relu_squared_mlp_fp8(
+    x: Tensor, W_fc: Tensor, W_proj: Tensor, W8: Tensor, W_scale: Tensor
+) -> Tensor:
+    """relu_squared_mlp with e4m3 operands in h = x @ W_fcᵀ, each scaled by its largest number.
+
+    W8 and W_scale: quantize_by_largest(W_fc), which the caller does for all layers at once. h is summed in
+    fp32, scaled, and rounded to x's dtype; the rest is in this dtype. Gradients are straight-through: of
+    the unquantized x and W_fc, at the slope of this h, none through the scales.
+    """
+    return _ReluSquaredMLPFP8.apply(x, W_fc, W_proj, W8, W_scale)
+
+
+def quantize_by_largest(x: Tensor) -> Pair:
+    """x / scale in e4m3, and scale = max(max|x|, 1e-12) / 448 of each matrix, in fp32 or better.
+
+    x (rows, cols), scale 0-dim, or (n, rows, cols) and (n,). One NaN makes all of its matrix NaN. Nothing
+    saturates: 448 and a few units of fp32 round to 448.
+    """
+    wide = _wide(x)
+    largest = wide.abs().amax(-1).amax(-1)  # torch.compile fuses the rows' with a norm before it
+    scale = largest.clamp(min=1e-12) / torch.finfo(E4M3).max
+    return (wide * (1 / scale)[..., None, None]).to(E4M3), scale
+
+
+class _ReluSquaredMLPFP8(torch.autograd.Function):
+    """The reference: _ReluSquaredMLP of another h."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor, W8: Tensor, W_scale: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        narrow = operand_dtype(x)
+        x8, x_scale = quantize_by_largest(x)
+        r = torch.relu_(fp8_matmul(x8, W8.mT, x_scale * W_scale, narrow, True))  # (tokens, hidden)
+        x, W_fc, W_proj = (_cast(z, narrow) for z in (x, W_fc, W_proj))
+        ctx.save_for_backward(x, W_fc, W_proj, r)
+        return _cast(r.square() @ W_proj, ctx.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_mlp_gradients(ctx, grad), None, None
+
+
+def _fake_relu_squared_fp8(x8: Tensor, w8: Tensor, _: Tensor, dtype: torch.dtype) -> Tensor:
+    return x8.new_empty(len(x8), len(w8), dtype=dtype)
+
+
+@operator("relu_squared_fp8", _fake_relu_squared_fp8)
+def relu_squared_fp8_op(x8: Tensor, w8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return launch_relu_squared(x8, w8, None, scale, dtype)
+
+
+class _FusedReluSquaredMLPFP8(torch.autograd.Function):
+    """_FusedReluSquaredMLP of another activation.
+
+    Faster: FP8 units multiply twice as fast as those of bf16. torch.compile fuses what quantizes; the
+    kernel reads the scale, so that the host does not wait.
+    Must hold: dim is a multiple of 16. Matrix units keep fewer bits of a running sum, as with fast_accum in
+    fp8_matmul.
+    From: R84. Here weights are quantized in every forward pass, so that nothing is state.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor, W8: Tensor, W_scale: Tensor) -> Tensor:
+        x8, x_scale = quantize_by_largest(x)
+        activation = relu_squared_fp8_op(x8, W8, x_scale * W_scale, x.dtype)
+        ctx.save_for_backward(x, W_fc, W_proj, activation)
+        return activation @ W_proj
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_fused_mlp_gradients(ctx, grad), None, None
+
+
+relu_squared_mlp_fp8.kernel("cuda")(_FusedReluSquaredMLPFP8.apply)
+
+
 # -----------------------------------------------------------------------------
 # 10. LM head and loss: softcapped logits, several targets a token, as in R61
 
@@ -1333,31 +1435,29 @@ def softcap(logits: Tensor) -> Tensor:
 
 
 @has_kernel
-def softcapped_cross_entropy(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
-    """Multi-token cross-entropy (arXiv 2404.19737) of z = softcap(logits), summed over tokens.
+def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Cross-entropy of z = softcap(logits) with K weighted targets a token, summed over tokens.
 
-    It is Σ_t Σ_k w_k · CE(z[t], targets[t + k]), without the terms with t + k ≥ T; differentiable in
-    logits (T, vocab). targets (T,) int64; mtp_weights (K,) float; result a scalar, fp32 or better.
+    It is Σ_t Σ_k w_k · CE(z[t], targets[t, k]), without the terms whose target is −1: none;
+    differentiable in logits (T, vocab). targets (T, K) int64, where a token may stand several times in a
+    row; weights (K,) float; result a scalar, fp32 or better.
     """
-    return _SoftcappedCrossEntropy.apply(logits, targets, mtp_weights)
+    return _SoftcappedCrossEntropy.apply(logits, targets, weights)
 
 
 class _SoftcappedCrossEntropy(torch.autograd.Function):
     """A row's loss is Σ_k w_k · (lse(z) − z[target_k]), with lse the log of the sum of exp z.
 
-    Its gradient in z is (Σ_k w_k) · softmax(z) − Σ_k w_k · onehot(target_k). No z is above 23, so exp z is
-    summed without taking off its maximum.
+    Its gradient in z is (Σ_k w_k) · softmax(z) − Σ_k w_k · onehot(target_k). Both sums are over the
+    targets that exist. No z is above 23, so exp z is summed without taking off its maximum.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
+    def forward(ctx, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         z = softcap(logits)  # (T, vocab)
         total = z.exp().sum(-1)  # (T,)
-        T = len(targets)
-        offsets = torch.arange(mtp_weights.numel(), device=z.device)
-        index = torch.arange(T, device=z.device)[:, None] + offsets  # (T, K): t + k
-        weights = (mtp_weights * (index < T)).to(z.dtype)  # w_k where the target exists, else 0
-        index = targets[index.clamp_(max=T - 1)]
+        weights = (weights * (targets >= 0)).to(z.dtype)  # (T, K): 0 where there is no target
+        index = targets.clamp(min=0)
         ctx.save_for_backward(z, total, index, weights)
         ctx.dtype = logits.dtype
         return ((total.log()[:, None] - z.gather(1, index)) * weights).sum()
@@ -1374,7 +1474,7 @@ class _SoftcappedCrossEntropy(torch.autograd.Function):
 
 @has_kernel
 def loss_and_fp8_gradient(
-    logits: Tensor, targets: Tensor, mtp_weights: Tensor, scale: float, dtype: torch.dtype
+    logits: Tensor, targets: Tensor, weights: Tensor, scale: float, dtype: torch.dtype
 ) -> Triple:
     """softcapped_cross_entropy with its gradient already as the backward matmuls want it.
 
@@ -1384,7 +1484,7 @@ def loss_and_fp8_gradient(
     """
     with torch.enable_grad():
         logits = _wide(logits.detach()).requires_grad_()
-        loss = _SoftcappedCrossEntropy.apply(logits, targets, mtp_weights)
+        loss = _SoftcappedCrossEntropy.apply(logits, targets, weights)
         (grad,) = torch.autograd.grad(loss, logits)
     return loss.detach(), *quantize_fp8_both(grad, scale, dtype)
 
@@ -1484,8 +1584,8 @@ def _sum_item(
         log_total = tl.log(total)
         loss = tl.zeros((ROWS,), tl.float32)
         for k in tl.static_range(K):
-            exists = row + k < T
-            target = tl.load(targets + row + k, mask=exists, other=0)
+            target = tl.load(targets + row * K + k, mask=row < T, other=-1)
+            exists = target >= 0
             z = _CAP * _sigmoid(tl.load(start + target, mask=exists, other=0.0))
             loss += tl.where(exists, tl.load(weights + k) * (log_total - z), 0.0)
         tl.store(lse + row, log_total, mask=row < T)
@@ -1520,7 +1620,8 @@ def _gradient_item(
     size = inverse_scale * (_CAP / _CAP_SCALE)
     weight = tl.zeros((ROWS,), tl.float32)
     for k in tl.static_range(K):
-        weight += tl.where(row + k < T, tl.load(weights + k), 0.0)
+        exists = tl.load(targets + row * K + k, mask=row < T, other=-1) >= 0
+        weight += tl.where(exists, tl.load(weights + k), 0.0)
     end = tl.minimum((part + 1) * WIDTH, V)
     for col in tl.range(part * WIDTH, end, BLOCK, num_stages=2):
         c = col + tl.arange(0, BLOCK)
@@ -1534,10 +1635,10 @@ def _gradient_item(
         tl.store(grad + offset[:, None] + c[None, :], narrow, mask=inside)
     tl.debug_barrier()  # all threads have stored before some of it is overwritten
     for k in tl.static_range(K):
-        target = tl.load(targets + row + k, mask=row + k < T, other=-1)
+        target = tl.load(targets + row * K + k, mask=row < T, other=-1)
         onehot = tl.zeros((ROWS,), tl.float32)  # a target may be that of several k
         for j in tl.static_range(K):
-            same = tl.load(targets + row + j, mask=row + j < T, other=-1) == target
+            same = tl.load(targets + row * K + j, mask=row < T, other=-1) == target
             onehot += tl.where(same, tl.load(weights + j), 0.0)
         here = (target >= part * WIDTH) & (target < end)
         logit = tl.load(logits + offset + target, mask=here, other=0.0)
@@ -1552,7 +1653,7 @@ def _gradient_item(
 
 @triton.jit
 def loss_kernel(
-    logits, targets, weights,  # (T, V); (T,) int64; (K,) fp32
+    logits, targets, weights,  # (T, V); (T, K) int64, −1: none; (K,) fp32
     lse, row_loss,  # (T,) fp32 each; lse is an input if only gradients are asked for
     partial, drawn, done,  # scratch: (strips, parts, ROWS) fp32; () and (strips,) int32, zero
     grad, grad_t,  # (T, V), (V, T)
@@ -1595,7 +1696,7 @@ def loss_kernel(
 
 
 def launch_loss(
-    logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor | None = None,
+    logits: Tensor, targets: Tensor, weights: Tensor, lse: Tensor | None = None,
     grad: Tensor | None = None, grad_t: Tensor | None = None, scale: float = 1.0,
 ) -> Pair:  # fmt: skip
     """Each row's loss and log-sum-exp, (T,) fp32; fills grad and grad_t if given. With an lse, only these."""
@@ -1604,7 +1705,7 @@ def launch_loss(
     strips = triton.cdiv(T, LOSS["ROWS"])
     parts = triton.cdiv(V, LOSS["WIDTH"])
     logits = logits.contiguous()
-    weights = mtp_weights.float().contiguous()
+    weights = weights.float().contiguous()
     sums = lse is None
     if sums:
         lse = torch.empty(T, device=device)
@@ -1630,9 +1731,9 @@ def _fake_cross_entropy(logits: Tensor, *_: Any) -> Pair:
 
 
 @operator("cross_entropy", _fake_cross_entropy)
-def cross_entropy_op(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Pair:
+def cross_entropy_op(logits: Tensor, targets: Tensor, weights: Tensor) -> Pair:
     """The loss and each row's log-sum-exp (T,), without FP8: 2 bytes a logit, 4 in the backward pass."""
-    row_loss, lse = launch_loss(logits, targets, mtp_weights)
+    row_loss, lse = launch_loss(logits, targets, weights)
     return row_loss.sum(), lse
 
 
@@ -1642,11 +1743,11 @@ def _contiguous_like(logits: Tensor, *_: Any) -> Tensor:
 
 @operator("cross_entropy_backward", _contiguous_like)
 def cross_entropy_backward_op(
-    logits: Tensor, targets: Tensor, mtp_weights: Tensor, lse: Tensor
+    logits: Tensor, targets: Tensor, weights: Tensor, lse: Tensor
 ) -> Tensor:
     """The gradient in the logits, in their dtype."""
     grad = _contiguous_like(logits)
-    launch_loss(logits, targets, mtp_weights, lse, grad)
+    launch_loss(logits, targets, weights, lse, grad)
     return grad
 
 
@@ -1657,40 +1758,40 @@ def _save_lse(ctx, inputs, output):
 
 def _cross_entropy_gradients(ctx, grad, _):
     """The loss is linear in the weights, so the incoming gradient multiplies them and costs no pass."""
-    logits, targets, mtp_weights, lse = ctx.saved_tensors
-    return cross_entropy_backward_op(logits, targets, mtp_weights * grad, lse), None, None
+    logits, targets, weights, lse = ctx.saved_tensors
+    return cross_entropy_backward_op(logits, targets, weights * grad, lse), None, None
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_lse)
 
 
 @softcapped_cross_entropy.kernel("cuda")
-def _softcapped_cross_entropy_cuda(logits: Tensor, targets: Tensor, mtp_weights: Tensor) -> Tensor:
-    return cross_entropy_op(logits, targets, mtp_weights)[0]
+def _softcapped_cross_entropy_cuda(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    return cross_entropy_op(logits, targets, weights)[0]
 
 
 @loss_and_fp8_gradient.kernel("cuda")
 def _loss_and_fp8_gradient_cuda(
-    logits: Tensor, targets: Tensor, mtp_weights: Tensor, scale: float, dtype: torch.dtype
+    logits: Tensor, targets: Tensor, weights: Tensor, scale: float, dtype: torch.dtype
 ) -> Triple:
     grad = torch.empty(logits.shape, device=logits.device, dtype=dtype)
     grad_t = torch.empty(logits.shape[::-1], device=logits.device, dtype=dtype)
-    row_loss, _ = launch_loss(logits, targets, mtp_weights, None, grad, grad_t, scale)
+    row_loss, _ = launch_loss(logits, targets, weights, None, grad, grad_t, scale)
     return row_loss.sum(), grad, grad_t
 
 
 @has_kernel
 def fp8_head_loss(
-    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor,
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor,
     x_scale: float, w_scale: float, grad_scale: float,
 ) -> Tensor:  # fmt: skip
     """The training loss of the logits x @ w in FP8, summed over tokens; differentiable in x and w.
 
-    x (T, in); w (in, vocab), the layout that its gradient is born in; targets (T,) int64; mtp_weights (K,);
-    scales as in fp8_linear; result a scalar, fp32 or better.
+    x (T, in); w (in, vocab), the layout that its gradient is born in; targets (T, K) and weights (K,) as
+    in softcapped_cross_entropy; scales as in fp8_linear; result a scalar, fp32 or better.
     """
     logits = fp8_linear(x, w, x_scale, w_scale, grad_scale)
-    return softcapped_cross_entropy(logits, targets, mtp_weights)
+    return softcapped_cross_entropy(logits, targets, weights)
 
 
 def _fake_head_loss(x, w, *_):
@@ -1702,7 +1803,7 @@ def _fake_head_loss(x, w, *_):
 
 @operator("fp8_head_loss", _fake_head_loss)
 def fp8_head_loss_op(
-    x: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor,
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor,
     x_scale: float, w_scale: float, grad_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """LM head and loss as one node, with what its backward pass needs.
@@ -1715,7 +1816,7 @@ def fp8_head_loss_op(
     x8, x8_t = quantize_fp8_both(x, x_scale, E4M3)
     w8, w8_t = quantize_fp8_both(w, w_scale, E4M3)
     logits = fp8_matmul(x8, w8_t.mT, x_scale * w_scale, x.dtype, True)
-    loss, grad8, grad8_t = loss_and_fp8_gradient(logits, targets, mtp_weights, grad_scale, E5M2)
+    loss, grad8, grad8_t = loss_and_fp8_gradient(logits, targets, weights, grad_scale, E5M2)
     return loss, grad8, grad8_t, x8_t, w8
 
 

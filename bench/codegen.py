@@ -227,7 +227,7 @@ def manager_of(trainer: ModuleType, h: Any) -> Any:
     import torch
 
     with torch.device("cuda:0"):
-        model = model_of(h, h.max_tokens, fp8_head=h.fp8_head)
+        model = model_of(h, h.max_tokens, fp8=True)
         model.compile(dynamic=False, fullgraph=True)
         return trainer.TrainingManager(model, h)
 

@@ -173,21 +173,21 @@ def attention(bench: Bench) -> tuple[str, Any]:
 
 
 def model(bench: Bench) -> tuple[str, Any]:
-    """The model as it trains against fp32 on the CPU: same weights and batch, FP8 head in both."""
+    """The model as it trains against fp32 on the CPU: same weights and batch, FP8 in both."""
     import triton_kernels as tk
     from data.loader import distributed_data_generator, train_pattern
     from train_gpt import ForwardSchedule
 
     h, tokens = bench.settings(), 256 if bench.dry else 2048
     torch.manual_seed(h.seed)
-    reference = model_of(h, tokens, fp8_head=True)
+    reference = model_of(h, tokens, fp8=True)
     with torch.no_grad():
         for param in reference.parameters():
             if param.ndim > 1:
                 param.add_(torch.randn(param.shape) * 0.02)
         # Of the smear gate: times 0, it would have no gradient.
         reference.scalars.add_(0.5 * (reference.scalars == 0))
-    trained = model_of(h, tokens, fp8_head=tk.has_fp8(bench.device))
+    trained = model_of(h, tokens, fp8=tk.has_fp8(bench.device))
     trained.load_state_dict(reference.state_dict())
     trained.to(bench.device)
     if h.dtype == "float32":

@@ -2,7 +2,8 @@
 
 The shards are those of the dataset kjj0/fineweb10B-gpt2 on the Hugging Face hub: one for validation
 and 103 for training, of 100M tokens (200 MB) each. Nine are more than the record preset reads.
-HF_ENDPOINT names a mirror.
+HF_ENDPOINT names a mirror. Beside them comes the prefix table of GPT-2's tokens, if tiktoken can
+load them.
 
 A shard gets its name once its SHA-256 is the one that the hub announces. Shards that are there
 stay, so the same command continues after an interruption.
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
+from data.encodings import save_prefixes
 from data.shards import DataError, shard_name, verify_shard
 
 REPO = "kjj0/fineweb10B-gpt2"
@@ -82,6 +84,10 @@ def main() -> None:
                 os.replace(path, args.output / name)
             tokens += verify_shard(args.output / name)
         shutil.rmtree(parts, ignore_errors=True)
+        try:
+            save_prefixes(args.output, "gpt2")
+        except DataError as error:  # the shards are whole without it
+            print(f"no prefix table yet, training will make it: {error}")
     except (DataError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{args.output}: {len(names)} shards, {tokens:,} tokens")

@@ -1,4 +1,5 @@
-"""Encodings by name: text to tokens for the tools that make shards, tokens to text for samples.
+"""Encodings by name: text to tokens for the tools that make shards, tokens to text for samples,
+and for the loss each token's prefix.
 
 "bytes": token b is the byte b, token 256 is end-of-text. Other names are tiktoken's, such as gpt2.
 """
@@ -7,10 +8,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
-from data.shards import MAX_TOKEN, DataError
+from data.shards import MAX_TOKEN, DataError, read_shard, write_shard
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_BLANKS = 100_000  # in a row; tiktoken panics at a million that precede other text
@@ -18,10 +20,11 @@ MAX_BLANKS = 100_000  # in a row; tiktoken panics at a million that precede othe
 
 @dataclass(frozen=True)
 class Encoding:
-    """The functions of one encoding. Both take and give ids below vocab_size.
+    """The functions of one encoding. All take and give ids below vocab_size.
 
     encode: a text's ids, (N,), without end-of-text; a special token spelled out is ordinary text
     decode: the text of ids; what is not UTF-8 becomes U+FFFD
+    ordinary: the byte strings of all tokens that are not special, with their ids
     """
 
     name: str
@@ -29,6 +32,7 @@ class Encoding:
     end_of_text: int
     encode: Callable[[str], np.ndarray]
     decode: Callable[[list[int]], str]
+    ordinary: Callable[[], dict[bytes, int]]
 
     @property
     def settings(self) -> dict[str, int | str]:
@@ -49,7 +53,11 @@ def text_of_bytes(tokens: list[int]) -> str:
     return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
-BYTES = Encoding("bytes", 257, 256, bytes_of, text_of_bytes)
+def single_bytes() -> dict[bytes, int]:
+    return {bytes([byte]): byte for byte in range(256)}
+
+
+BYTES = Encoding("bytes", 257, 256, bytes_of, text_of_bytes, single_bytes)
 
 
 def split_blanks(text: str) -> Iterator[str]:
@@ -86,7 +94,11 @@ def load_encoding(name: str) -> Encoding:
         parts = [encoding.encode_ordinary(part) for part in split_blanks(text)]
         return np.concatenate(parts).astype(np.uint16)
 
-    return Encoding(name, encoding.n_vocab, encoding.eot_token, encode, encoding.decode)
+    def ordinary() -> dict[bytes, int]:
+        return {text: encoding.encode_single_token(text) for text in encoding.token_byte_values()}
+
+    end_of_text = encoding.eot_token
+    return Encoding(name, encoding.n_vocab, end_of_text, encode, encoding.decode, ordinary)
 
 
 def check_encoding(name: str) -> None:
@@ -113,3 +125,58 @@ def decode(tokens: list[int], encoding: str) -> str:
         return load_encoding(encoding).decode(tokens)
     except Exception as error:
         return f"{tokens} (no text: {type(error).__name__}: {error})"
+
+
+def prefix_table(encoding: str, vocab_size: int) -> np.ndarray:
+    """For each token, the longest other token that its bytes begin with: (vocab_size,) int64.
+
+    Only ordinary tokens have a prefix or are one. -1 means none, as for single bytes, special
+    tokens and padding ids. Raises DataError for a vocab_size too small, or as load_encoding does.
+    """
+    table = np.full(vocab_size, -1)
+    stack: list[tuple[bytes, int]] = []  # tokens that begin the current one, shortest first
+    for text, token in sorted(load_encoding(encoding).ordinary().items()):
+        while stack and not text.startswith(stack[-1][0]):
+            stack.pop()
+        if stack and token >= vocab_size:
+            raise DataError(
+                f"encoding {encoding!r} has token {token}, but --vocab_size={vocab_size}"
+            )
+        if stack:
+            table[token] = stack[-1][1]
+        stack.append((text, token))
+    return table
+
+
+def prefixes_path(folder: Path | str, encoding: str) -> Path:
+    return Path(folder, f"prefixes_{encoding}.bin")
+
+
+def save_prefixes(folder: Path | str, encoding: str) -> None:
+    """Leave the prefix table beside the shards, unless it is there or all -1.
+
+    A machine without network can then train on them. The file has a shard's format: number k is
+    the prefix of token k, or k if it has none. Raises DataError as load_encoding does; OSError.
+    """
+    path = prefixes_path(folder, encoding)
+    if path.exists():
+        return
+    table = prefix_table(encoding, load_encoding(encoding).vocab_size)
+    if table.max() >= 0:
+        write_shard(path, np.where(table < 0, np.arange(len(table)), table))
+
+
+def load_prefixes(folder: Path | str, encoding: str, vocab_size: int) -> np.ndarray:
+    """prefix_table(encoding, vocab_size), read from `folder` if save_prefixes left it there.
+
+    Raises DataError for a damaged file, or as prefix_table does; OSError.
+    """
+    path = prefixes_path(folder, encoding)
+    if not path.exists():
+        return prefix_table(encoding, vocab_size)
+    found = read_shard(path, vocab_size).astype(np.int64)
+    if len(found) > vocab_size:
+        raise DataError(f"{path}: has {len(found)} tokens, but --vocab_size={vocab_size}")
+    table = np.full(vocab_size, -1)
+    table[: len(found)] = np.where(found == np.arange(len(found)), -1, found)
+    return table

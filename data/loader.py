@@ -350,7 +350,7 @@ class DataFacts(NamedTuple):
     longest: int
 
 
-def check_manifest(folder: str, **given: int | str | None) -> None:
+def check_manifest(folder: str, **given: int | str) -> None:
     """Compare settings with those of the manifest.json that a tool left. Raises DataError."""
     path = Path(folder, "manifest.json")
     made = json.loads(path.read_text()) if path.exists() else {}
@@ -358,7 +358,7 @@ def check_manifest(folder: str, **given: int | str | None) -> None:
     for name, value in given.items():
         there = made.get(name, value)
         enough = name == "vocab_size" and there <= value  # a vocabulary may be padded
-        if value is not None and there != value and not enough:
+        if there != value and not enough:
             wrong.append(f"--{name}={there}")
     if wrong:
         raise DataError(f"{path}: the shards are of other settings: give {' '.join(wrong)}")
@@ -367,15 +367,15 @@ def check_manifest(folder: str, **given: int | str | None) -> None:
 def check_data(
     folder: str, *,
     steps: int, batch_tokens: Callable[[int], int], max_doc_len: int | Callable[[int], int],
-    micro_batches: int, doc_slots: int, bos_id: int, vocab_size: int, val_tokens: int,
-    val_batch_tokens: int, encoding: str | None = None,
+    micro_batches: int, doc_slots: int, bos_id: int, vocab_size: int, encoding: str,
+    val_tokens: int, val_batch_tokens: int,
 ) -> DataFacts:  # fmt: skip
     """Raise DataError or OSError if the shards cannot feed all steps, or the validation.
 
     batch_tokens: tokens of a step's batch. max_doc_len: as in distributed_data_generator.
-    val_tokens: of the first validation shard, in whole batches of val_batch_tokens. encoding: if
-    given, what a manifest must name. Every micro-batch is planned, none is made. Loaders of this
-    process then read these tokens, or raise DataError.
+    val_tokens: of the first validation shard, in whole batches of val_batch_tokens. encoding: what
+    a manifest must name. Every micro-batch is planned, none is made. Loaders of this process then
+    read these tokens, or raise DataError.
     """
     cut_at = by_step(max_doc_len)
     cuts = [cut_at(step) for step in range(steps)]

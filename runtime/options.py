@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_SETTINGS = frozenset(
     {"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "sample_tokens"}
 )
-MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "encoding"}  # the tokens are compared
-MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed", "encoding"}  # of one experiment
+MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data"}  # the tokens are compared
+MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed"}  # of one experiment
 
 
 def setting(

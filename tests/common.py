@@ -130,13 +130,12 @@ def tiny_gpt(
     num_heads: int = 2,
     head_dim: int = 8,
     max_tokens: int = 256,
-    bigram_rows: int = 0,
-    fp8_head: bool = False,
     script: ModuleType = train_gpt,
+    **more: Any,
 ) -> nn.Module:
     """The script's model at the smallest widths, no parameter at zero; bf16: the training dtypes."""
     sizes = (vocab_size, len(script.LAYERS), num_heads, head_dim, num_heads * head_dim, max_tokens)
-    model = script.GPT(*sizes, bigram_rows=bigram_rows, fp8_head=fp8_head)
+    model = script.GPT(*sizes, **more)
     if dtype != torch.bfloat16:
         model.to(dtype)
     set_parameters(model)

@@ -257,11 +257,21 @@ def softcap(logits: Tensor) -> Tensor:
     return 23 * torch.sigmoid((logits + 5) / 7.5)
 
 
-def training_loss(logits: Tensor, targets: Tensor, weights: list[float]) -> Tensor:
-    """Σ_t Σ_k w_k · CE(z[t], targets[t + k]), over the targets that exist."""
+def training_loss(
+    logits: Tensor,
+    targets: Tensor,
+    weights: list[float],
+    prefixes: dict[int, int] | None = None,
+    prefix_weight: float = 0.0,
+) -> Tensor:
+    """Σ_t Σ_k w_k · CE(z[t], targets[t + k]), over the targets that exist, and the prefix weight
+    times CE(z[t], prefix of targets[t]), over the targets that have one."""
     log_probs = torch.log_softmax(softcap(logits), -1)
     T = len(targets)
     terms = []
     for k, w in enumerate(weights):
         terms += [-w * log_probs[t, targets[t + k]] for t in range(T - k)]
+    for t, target in enumerate(targets.tolist()):
+        if prefixes and target in prefixes:
+            terms.append(-prefix_weight * log_probs[t, prefixes[target]])
     return sum(terms)

@@ -36,6 +36,10 @@ def cases():
     yield "norm", lambda x, y: tk.norm(x + y), (new(T, DIM, grad=True), new(T, DIM, grad=True))
     weights = [new(HIDDEN, DIM, grad=True) for _ in range(2)]
     yield "mlp", mlp, (new(T, DIM, grad=True), *weights)
+    quantized = lambda x, *weights: tk.relu_squared_mlp_fp8(tk.norm(x), *weights)
+    W8 = new(HIDDEN, DIM, dtype=tk.E4M3)
+    scale = new(dtype=torch.float32)
+    yield "fp8 mlp", quantized, (new(T, DIM, grad=True), *weights, W8, scale)
 
 
 # Whose instructions are looked at; of the others one configuration is disassembled.

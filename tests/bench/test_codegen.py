@@ -88,6 +88,13 @@ def test_matmuls_and_operators_do_what_their_shapes_say(graphs: dict) -> None:
     assert [kernel["bytes"] for kernel in ours] == expected
 
 
+def test_quantizing_an_mlp_costs_one_pass_over_its_input(graphs: dict) -> None:
+    """The norm takes the largest of its rows along; the cast reads 16 bits and writes 8."""
+    forward = graphs["fp8 mlp"][0]["kernels"]
+    bytes_ = [k["bytes"] for k in forward if k["kind"] == "generated" and [T, DIM] in k["shapes"]]
+    assert bytes_ == [2 * X + 2 * 4 * T, 1.5 * X + 4]
+
+
 @pytest.mark.parametrize("name", bench_kernels.cases())
 def test_our_kernels_move_and_compute_what_the_table_says(name: str) -> None:
     """What is read from the compiled kernel is what bench/kernels.py says of it, by hand. Beside it

@@ -11,14 +11,16 @@ from data.encodings import load_encoding
 
 @pytest.fixture
 def offer_encoding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tiktoken.Encoding]:
-    """offer_encoding(name, end_of_text): tiktoken knows this encoding and no other.
+    """offer_encoding(name, end_of_text, ranks): tiktoken knows this encoding and no other.
 
-    It has the regular expression of gpt2, whose vocabulary must not be downloaded here, and the
-    merges "ab" -> 300, two blanks -> 301, " ab" -> 302.
+    It has the regular expression of gpt2, whose vocabulary must not be downloaded here, and by
+    default the merges "ab" -> 300, two blanks -> 301, " ab" -> 302.
     """
+    merges = {bytes([byte]): byte for byte in range(256)} | {b"ab": 300, b"  ": 301, b" ab": 302}
 
-    def offer(name: str, end_of_text: int | None) -> tiktoken.Encoding:
-        ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 300, b"  ": 301, b" ab": 302}
+    def offer(
+        name: str, end_of_text: int | None, ranks: dict[bytes, int] = merges
+    ) -> tiktoken.Encoding:
         encoding = tiktoken.Encoding(
             name,
             pat_str=openai_public.r50k_pat_str,

@@ -21,7 +21,7 @@ import pytest
 from huggingface_hub import constants
 
 from data import cached_fineweb10B, fineweb
-from data.encodings import Encoding
+from data.encodings import Encoding, load_prefixes, prefix_table
 from data.shards import read_shard, write_shard
 
 COMMIT = "0" * 40
@@ -132,7 +132,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def shards_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("fineweb_*.bin"))}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -142,8 +142,9 @@ VAL, FIRST = "fineweb_val_000000.bin", "fineweb_train_000001.bin"
 
 
 @pytest.fixture
-def shards(hub: Hub, tmp_path: Path) -> dict[str, bytes]:
-    """What the hub serves: validation and two training shards, small ones."""
+def shards(hub: Hub, tmp_path: Path, offer_encoding) -> dict[str, bytes]:
+    """What the hub serves: validation and two training shards, small ones. tiktoken has a gpt2."""
+    offer_encoding("gpt2", end_of_text=303)
     served = {}
     for seed, name in enumerate((VAL, FIRST, "fineweb_train_000002.bin")):
         tokens = np.random.default_rng(seed).integers(0, 50257, 1000 + seed)
@@ -164,10 +165,25 @@ def test_downloads_the_shards_asked_for_and_only_those_that_are_missing(
     run(cached_fineweb10B, "2")
     assert shards_in(tmp_path / "out") == shards
     assert not any(FIRST in request for request in hub.log)
-    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".bin"] * 3
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {*shards, "prefixes_gpt2.bin"}
     for number in ("-1", "104"):
         with pytest.raises(SystemExit, match="2"):
             run(cached_fineweb10B, number)
+
+
+def test_shards_are_fetched_where_tiktoken_has_no_vocabulary(
+    shards, run, tmp_path, offer_encoding, capsys
+) -> None:
+    """As without network: training then makes the prefix table."""
+    offer_encoding("other", end_of_text=303)
+    run(cached_fineweb10B, "1")
+    assert len(shards_in(tmp_path / "out")) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert sum("no prefix table yet" in line for line in said) == 1 and "2 shards" in said[-1]
+    offer_encoding("gpt2", end_of_text=303)
+    run(cached_fineweb10B, "1")
+    assert (load_prefixes(tmp_path / "out", "gpt2", 304) == prefix_table("gpt2", 304)).all()
 
 
 def test_a_broken_connection_is_resumed(hub: Hub, shards, run, tmp_path, monkeypatch) -> None:
@@ -271,6 +287,14 @@ def test_shards_are_the_documents_in_order(threads, stream, run, tmp_path, shard
     assert tokens_of(tmp_path / "out", shard_tokens) == stream
     left = [path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin"]
     assert left == ["manifest.json"]
+
+
+def test_the_prefix_table_lies_beside_the_shards(
+    threads, stream, run, tmp_path, offer_encoding
+) -> None:
+    offer_encoding("toy", end_of_text=303)
+    run(fineweb, *OPTIONS, "--encoding", "toy")
+    assert (tmp_path / "out" / "prefixes_toy.bin").exists()
 
 
 @pytest.mark.parametrize("limit", [SHARD_TOKENS + 1, 2 * SHARD_TOKENS, 2 * SHARD_TOKENS + 77])

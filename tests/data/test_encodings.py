@@ -1,14 +1,18 @@
 """Encodings: a text comes back from its tokens; one that cannot be loaded is an error of one line."""
 
+import hashlib
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data.encodings import MAX_BLANKS, check_encoding, decode, encode, load_encoding
-from data.shards import DataError
+from data.encodings import load_prefixes, prefix_table, save_prefixes
+from data.shards import DataError, write_shard
 
 
 @given(st.text(max_size=200) | st.just("a<|endoftext|>b"))
@@ -74,3 +78,88 @@ def test_an_encoding_that_cannot_be_loaded(monkeypatch, missing: str) -> None:
     with pytest.raises(DataError, match=f"cannot load .*'gpt2': .*{missing}.*--encoding=bytes"):
         encode("a", "gpt2")
     assert decode([1, 2], "gpt2").startswith("[1, 2] (no text: DataError: ")
+
+
+# --------------------------------------------------------------------------------------------------
+# Prefixes
+
+
+def test_prefixes_of_a_vocabulary_written_by_hand(offer_encoding) -> None:
+    """Ids in no order; "abcd" and "b" are no tokens, and <|endoftext|> is a special one."""
+    ids = {b"abcde": 1, b"a": 7, b"abc": 2, b"abd": 3, b"ab": 9, b"xyz": 4, b"<": 0, b"bc": 5}
+    ids |= {b"\xff": 8, b"\xff\x00": 6, b"<|endoftext|>!": 11}
+    offer_encoding("toy", 10, ids)
+    prefixes = {b"abcde": b"abc", b"abc": b"ab", b"abd": b"ab", b"ab": b"a"}
+    prefixes |= {b"\xff\x00": b"\xff", b"<|endoftext|>!": b"<"}
+    expected = [-1] * 14
+    for token, prefix in prefixes.items():
+        expected[ids[token]] = ids[prefix]
+    table = prefix_table("toy", 14)
+    assert table.dtype == np.int64 and table.tolist() == expected
+    with pytest.raises(DataError, match="encoding 'toy' has token 11, but --vocab_size=11"):
+        prefix_table("toy", 11)
+    assert prefix_table("bytes", 260).tolist() == [-1] * 260
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prefixes_are_those_of_a_search(offer_encoding, seed: int) -> None:
+    """From the longest prefix down, in some hundred tokens of up to six of three bytes."""
+    random = np.random.default_rng(seed)
+    words = {bytes(random.choice([0, 97, 255], random.integers(1, 7)).tolist()) for _ in range(999)}
+    ids = dict(zip(sorted(words)[::2], random.permutation(len(words)).tolist()))
+    offer_encoding("toy", len(words), ids)
+    expected = [-1] * (len(words) + 1)
+    for word, token in ids.items():
+        shorter = [word[:n] for n in range(len(word) - 1, 0, -1) if word[:n] in ids]
+        expected[token] = ids[shorter[0]] if shorter else -1
+    assert prefix_table("toy", len(words) + 1).tolist() == expected
+
+
+def test_gpt2_prefixes_are_those_of_the_record(monkeypatch) -> None:
+    """The sum and SHA-256 were computed by another program."""
+    monkeypatch.setattr(tiktoken.load, "read_file", no_network)
+    load_encoding.cache_clear()
+    try:
+        table = prefix_table("gpt2", 50304)
+    except DataError:
+        pytest.skip("GPT-2's vocabulary is not in tiktoken's cache")
+    digest = "36281293860d09f2307c3d2cd503f2e595e24c165fbd49b11f89cfaed71b617c"
+    assert table.sum() == 548_403_601 and table[2068] == 45567  # " quick", " qui"
+    assert hashlib.sha256(table.astype("<i4").tobytes()).hexdigest() == digest
+
+
+def test_prefixes_beside_the_shards_need_no_tiktoken(offer_encoding, monkeypatch, tmp_path) -> None:
+    offer_encoding("toy", end_of_text=303)
+    save_prefixes(tmp_path, "toy")
+    save_prefixes(tmp_path, "bytes")
+    assert [path.name for path in tmp_path.iterdir()] == ["prefixes_toy.bin"]
+    expected = prefix_table("toy", 320)
+    assert expected[[300, 301, 302]].tolist() == [97, 32, 32]
+    assert (load_prefixes(tmp_path / "none", "toy", 320) == expected).all()
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    load_encoding.cache_clear()
+    found = load_prefixes(tmp_path, "toy", 320)
+    assert found.dtype == np.int64 and (found == expected).all()
+    with pytest.raises(DataError, match="cannot load the encoding 'toy'"):
+        load_prefixes(tmp_path / "none", "toy", 320)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+FAULTS = {
+    "truncated": (truncate, "truncated or damaged"),
+    "range": (lambda path: write_shard(path, [0, 320]), "has token 320, but --vocab_size=320"),
+    "length": (lambda path: write_shard(path, [0] * 321), "has 321 tokens, but --vocab_size=320"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damaged_prefixes_are_refused(offer_encoding, tmp_path: Path, fault: str) -> None:
+    offer_encoding("toy", end_of_text=303)
+    save_prefixes(tmp_path, "toy")
+    damage, message = FAULTS[fault]
+    damage(tmp_path / "prefixes_toy.bin")
+    with pytest.raises(DataError, match=f"prefixes_toy.bin: {message}"):
+        load_prefixes(tmp_path, "toy", 320)

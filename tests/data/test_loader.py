@@ -304,7 +304,7 @@ def stages(step):
 def check(folder, **changes):
     """check_data of eight steps in eight micro-batches, of 16, 32 and 48 tokens each."""
     given = {"steps": 8, "batch_tokens": stages, "max_doc_len": 64, "micro_batches": 8}
-    given |= {"doc_slots": 0, "bos_id": BOS, "vocab_size": 200}
+    given |= {"doc_slots": 0, "bos_id": BOS, "vocab_size": 200, "encoding": "bytes"}
     given |= {"val_tokens": 256, "val_batch_tokens": 128}
     return check_data(str(folder), **given | changes)
 

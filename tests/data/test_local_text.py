@@ -78,12 +78,12 @@ def make(monkeypatch: pytest.MonkeyPatch):
 
 
 def shards_in(output: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(output.glob("*.bin"))}
+    return {path.name: path.read_bytes() for path in sorted(output.glob("local_*.bin"))}
 
 
 def documents_of(output: Path, end_of_text: int) -> list[np.ndarray]:
     """The documents of all shards, without their end-of-text token."""
-    tokens = np.concatenate([read_shard(path) for path in sorted(output.glob("*.bin"))])
+    tokens = np.concatenate([read_shard(path) for path in sorted(output.glob("local_*.bin"))])
     return [part[1:] for part in np.split(tokens, np.flatnonzero(tokens == end_of_text)[1:])]
 
 
@@ -103,6 +103,7 @@ def test_all_text_arrives_and_only_text(
     said = capsys.readouterr().out
     assert "2 files are not UTF-8 text, such as binary.py, latin1.py" in said
     assert f"--bos_id={encoding.end_of_text}" in said and "local_train_000001.bin" in said
+    assert (output / f"prefixes_{name}.bin").exists() == (name == "toy")  # bytes have none
 
 
 def test_the_same_text_makes_the_same_shards_in_any_folder(

@@ -76,7 +76,7 @@ def test_a_single_token_compiles(paired: bool, offset: bool) -> None:
         assert bench.compiled(launch, 90).cubin
 
 
-@pytest.mark.parametrize("name", ["XXT", "relu_squared_backward"])
+@pytest.mark.parametrize("name", ["XXT", "relu_squared_fp8", "relu_squared_backward"])
 def test_matmuls_fit_a_small_chip(name: str) -> None:
     """An RTX 4090 has 99 KB of shared memory a block."""
     assert compiled(name, 89).shared <= bench.CHIPS[89].shared_memory
@@ -105,11 +105,19 @@ def test_transposes_leave_processors_to_collectives(name: str) -> None:
 
 def test_tiles_of_the_mlp_follow_each_other_without_a_gap() -> None:
     """As many stages as shared memory holds: one less backward, for the activation's tile."""
-    for name, stages in {"relu_squared": 4, "relu_squared_backward": 3}.items():
+    for name, stages in dict(relu_squared=4, relu_squared_fp8=4, relu_squared_backward=3).items():
         launch = bench.launch_of(bench.CASES[name], 90)
         assert launch.options["FLATTEN"] and launch.options["num_stages"] == stages
         more = launch._replace(options=launch.options | dict(num_stages=stages + 1))
         assert bench.compiled(more, 90).shared > bench.CHIPS[90].shared_memory
+
+
+def test_fp8_tiles_are_as_many_bytes() -> None:
+    """So twice as deep; and FP8 units multiply them, not those of fp16 after a cast."""
+    launch = bench.launch_of(bench.CASES["relu_squared_fp8"], 90)
+    assert launch.options["BLOCK_K"] == 2 * tk.LARGE_TILES["BLOCK_K"]
+    operands = set(re.findall(r"wgmma\.mma_async\S*?\.f32\.(\S+)", bench.compiled(launch, 90).ptx))
+    assert operands == {"e4m3.e4m3"}
 
 
 def test_gradients_of_embeddings_are_written_without_atomics() -> None:

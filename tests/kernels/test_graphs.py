@@ -152,6 +152,33 @@ def test_compiled_heads_are_one_operator_each_way(gpu_kernels, paired: bool, off
     assert backward == ["bankrun.norm_rotate_backward.default"]
 
 
+def test_compiled_fp8_mlp_is_one_operator_each_way(gpu_kernels) -> None:
+    """Only the activation is saved; the backward pass is that of bf16, with nothing in FP8."""
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    inputs = [on_meta(*shape).requires_grad_() for shape in ((48, 32), (128, 32), (128, 32))]
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    torch._dynamo.reset()
+    options = dict(backend=backend, fullgraph=True, dynamic=False)
+    W8, scale = tk.quantize_by_largest(inputs[1].detach())
+    out = torch.compile(tk.relu_squared_mlp_fp8, **options)(*inputs, W8, scale)
+    grads = torch.autograd.grad(out, inputs, torch.empty_like(out))
+    torch._dynamo.reset()
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, BF16) for x in inputs]
+    ours = [[node for node in nodes_of(graph) if "bankrun" in node] for graph in graphs]
+    assert ours == [["bankrun.relu_squared_fp8.default"], ["bankrun.relu_squared.default"]]
+    forward, backward = graphs
+    *_, results = forward.graph.nodes
+    saved = {(node.meta["val"].numel(), node.meta["val"].dtype) for node in results.args[0]}
+    assert saved == {(n, BF16) for n in (48 * 32, 128 * 32, 48 * 128)}  # x, weights, activation
+    for node in backward.graph.nodes:
+        assert getattr(node.meta.get("val"), "dtype", BF16) == BF16, node
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_bf16_head_keeps_its_shapes(gpu_kernels, training: bool) -> None:
     """Chips without FP8, and every evaluation."""
@@ -173,7 +200,7 @@ def test_bf16_head_keeps_its_shapes(gpu_kernels, training: bool) -> None:
 def head_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, w = normal("x", (48, 32)).requires_grad_(), normal("w", (32, 128), 0.1).requires_grad_()
     targets = (normal("targets", (48,)).abs() * 1000).long() % 128
-    return x, w, targets, torch.tensor([1.0, 0.5, 0.25])
+    return x, w, train_gpt.mtp_targets(targets, 3), torch.tensor([1.0, 0.5, 0.25])
 
 
 def test_fused_head_is_the_separate_one_to_the_bit() -> None:

@@ -1,4 +1,4 @@
-"""The FP8 LM head is off by what its formats round; the loss is the softcapped multi-token one."""
+"""FP8 head and MLP are off by what their formats round; the loss is the softcapped multi-token one."""
 
 import math
 
@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 import naive_model
-from common import U16, U32, normal, train_gpt
+from bench.kernels import exact_loss
+from common import U16, U32, close64, normal, train_gpt
 from triton_kernels import (
-    E4M3, E5M2, fp8_head_loss, fp8_linear, fp8_matmul, quantize_fp8, softcapped_cross_entropy,
+    CPU_BF16, E4M3, E5M2, fp8_head_loss, fp8_linear, fp8_matmul, kernels_of, quantize_by_largest,
+    quantize_fp8, relu_squared_mlp_fp8, softcapped_cross_entropy,
 )  # fmt: skip
 
+mtp_targets = train_gpt.mtp_targets
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 # Unit roundoff (half a unit in the last place), half the spacing of subnormals, largest number.
 # e4m3: 3 bits of mantissa, exponents from −6; e5m2: 2 bits, from −14.
@@ -143,7 +146,7 @@ def test_fp8_matmul_takes_either_memory_order() -> None:
 @every_dtype
 def test_fp8_head_loss_on_a_cpu_is_matmul_and_loss(dtype: torch.dtype) -> None:
     x, w, _ = operands(dtype)
-    rest = torch.arange(48) % 64, torch.tensor([1.0, 0.5])
+    rest = mtp_targets(torch.arange(48), 2), torch.tensor([1.0, 0.5])
     results = []
     for loss in (
         lambda x, w: fp8_head_loss(x, w, *rest, *SCALES),
@@ -172,6 +175,113 @@ def test_nan_in_the_head_reaches_its_output_and_gradient() -> None:
         assert found[row].isnan().all() and found[:row].isfinite().all()
 
 
+# MLP
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e12])
+def test_the_largest_number_becomes_448(dtype: torch.dtype, size: float) -> None:
+    x = (normal("x", (48, 32)) * size).to(dtype)
+    x[17, 5] = -4 * x.abs().max()
+    q, scale = quantize_by_largest(x)
+    assert q.dtype == E4M3 and q.shape == x.shape and scale.shape == ()
+    assert scale.dtype == (FP64 if dtype == FP64 else FP32)
+    assert scale.item() * 448 == pytest.approx(x.abs().max().item(), rel=4 * U32)
+    assert q[17, 5].item() == -448 and q.float().abs().max() == 448
+    error = (q.double() * scale.double() - x.double()).abs()
+    assert (error <= rounding_bound(x, scale.item(), E4M3)).all()
+
+
+def test_quantizing_by_the_largest_of_extremes() -> None:
+    x = normal("x", (8, 16))
+    assert not quantize_by_largest(0 * x)[0].float().any()
+    tiny, scale = quantize_by_largest(1e-20 * x)  # below the floor, whose scale it gets
+    assert scale.item() == pytest.approx(1e-12 / 448) and tiny.float().abs().max() < 1
+    huge, _ = quantize_by_largest(x / x.abs().max() * 3e38)
+    assert huge.float().abs().max() == 448
+    x[3, 4] = math.nan
+    assert quantize_by_largest(x)[0].float().isnan().all()
+
+
+def mlp_inputs(dtype: torch.dtype = FP64) -> list[Tensor]:
+    shapes = {"x": (48, 32), "W_fc": (64, 32), "W_proj": (64, 32)}
+    return [normal(label, shape, 0.3).to(dtype) for label, shape in shapes.items()]
+
+
+def mlp_fp8(x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
+    return relu_squared_mlp_fp8(x, W_fc, W_proj, *quantize_by_largest(W_fc.detach()))
+
+
+def hidden(x: Tensor, W_fc: Tensor) -> Tensor:
+    """h from the FP8 operands, exact: in fp64."""
+    (x8, x_scale), (W8, W_scale) = quantize_by_largest(x), quantize_by_largest(W_fc)
+    return (x8.double() @ W8.double().T) * (x_scale.double() * W_scale.double())
+
+
+@every_dtype
+def test_fp8_mlp_squares_a_hidden_layer_that_is_off_by_e4m3(dtype: torch.dtype) -> None:
+    """W_proj = 1 shows the activation: relu(h)² of an h that is rounded to dtype first."""
+    x, W_fc, _ = mlp_inputs(dtype)
+    found = mlp_fp8(x, W_fc, torch.eye(64, dtype=dtype))
+    h = hidden(x, W_fc)
+    exact = x.double() @ W_fc.double().T
+    dx, dw = (rounding_bound(z, z.abs().max().item() / 448, E4M3) for z in (x, W_fc))
+    assert ((h - exact).abs() <= matmul_bound(x, dx, W_fc.T, dw.T, 0.0)).all()
+    assert 0.01 < (h - exact).norm() / exact.norm() < 2.0**-3  # it is FP8
+    assert found.dtype == dtype
+    if dtype == BF16:  # a sum in fp32 may round an h between two of its numbers to the other
+        assert (found == h.to(BF16).relu().square()).double().mean() > 0.999
+    else:
+        error = 40 * U32 * (x.double().abs() @ W_fc.double().abs().T)
+        assert ((found - h.relu().square()).abs() <= 3 * h.abs() * error + error**2).all()
+
+
+def test_fp8_mlp_has_the_gradients_of_its_hidden_layer() -> None:
+    """Straight through: exact given h, with x and weights as they are."""
+    leaves = [z.requires_grad_() for z in mlp_inputs()]
+    x, W_fc, W_proj = leaves
+    grad = normal("grad", (48, 32)).double()
+    h = x @ W_fc.T
+    h = h + (hidden(x.detach(), W_fc.detach()) - h).detach()
+    results = []
+    for out in (mlp_fp8(*leaves), h.relu().square() @ W_proj):
+        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+    assert all(close64(*pair) for pair in zip(*results))
+
+
+@pytest.mark.parametrize("power", [-30, 30, 60])
+def test_fp8_mlp_does_not_depend_on_the_size_of_its_input(power: int) -> None:
+    """A power of two goes through every step, to the bit: no static scale clips or flushes."""
+    x, W_fc, W_proj = mlp_inputs(FP32)
+    expected = mlp_fp8(x, W_fc, W_proj)
+    assert torch.equal(mlp_fp8(x * 2.0**power, W_fc, W_proj), expected * 4.0**power)
+    assert torch.equal(mlp_fp8(x, W_fc * 2.0**power, W_proj), expected * 4.0**power)
+
+
+@every_dtype
+def test_fp8_mlp_of_zeros_and_nan(dtype: torch.dtype) -> None:
+    x, W_fc, W_proj = mlp_inputs(dtype)
+    leaves = [(0 * x).requires_grad_(), W_fc.requires_grad_(), W_proj.requires_grad_()]
+    out = mlp_fp8(*leaves)
+    for z in (out, *torch.autograd.grad(out.sum(), leaves)):
+        assert z.dtype == dtype and not z.any()
+    x[5, 7] = math.nan
+    assert mlp_fp8(x, W_fc, W_proj).isnan().all()
+
+
+def test_fp8_mlp_on_a_cpu_with_bf16_units_errs_by_their_roundings() -> None:
+    """As the other MLP in test_cpu.py: at most six roundings; and the same FP8 operands."""
+    leaves = [z.requires_grad_() for z in mlp_inputs(FP32)]
+    results = []
+    for device in (CPU_BF16, "cpu"):
+        with kernels_of(device):
+            out = mlp_fp8(*leaves)
+            results.append((out, *torch.autograd.grad(out, leaves, normal("grad", (48, 32)))))
+    for narrow, wide in zip(*results):
+        assert narrow.dtype == FP32
+        assert U16 / 16 < (narrow - wide).norm() / wide.norm() < 4 * U16
+
+
 # Softcap and loss
 
 WEIGHTS = {1: [1.0], 2: [1.0, 0.5], 3: [1.0, 0.5, 0.25]}
@@ -184,7 +294,8 @@ def logits_and_targets(T: int = 7, vocab: int = 11) -> tuple[Tensor, Tensor]:
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, weights: list[float]) -> list[Tensor]:
-    loss = softcapped_cross_entropy(logits, targets, torch.tensor(weights))
+    columns = mtp_targets(targets, len(weights))
+    loss = softcapped_cross_entropy(logits, columns, torch.tensor(weights))
     return [loss, *torch.autograd.grad(loss, logits)]
 
 
@@ -198,7 +309,7 @@ def naive(logits: Tensor, targets: Tensor, weights: list[float]) -> list[Tensor]
 def test_loss_passes_gradcheck(K: int) -> None:
     logits, targets = logits_and_targets()
     weights = torch.tensor(WEIGHTS[K])
-    loss = lambda x: softcapped_cross_entropy(x, targets, weights)
+    loss = lambda x: softcapped_cross_entropy(x, mtp_targets(targets, K), weights)
     assert torch.autograd.gradcheck(loss, logits)
 
 
@@ -211,6 +322,22 @@ def test_loss_is_the_naive_one(K: int, T: int) -> None:
     expected, expected_gradient = naive(logits, targets, WEIGHTS[K])
     assert loss.item() == pytest.approx(3 * expected.item(), rel=1e-13)  # fp64
     assert (gradient / 3 - expected_gradient).abs().max() <= 1e-13
+
+
+def test_loss_of_a_prefix_is_the_plain_sum() -> None:
+    """A prefix equal to a further target, rows without one, the last row's; a column of none."""
+    logits, targets = logits_and_targets()
+    targets = mtp_targets(targets, 3)
+    prefix, none = torch.tensor([0, -1, 3, 10, -1, 0, 5]), torch.full((7,), -1)
+    prefix[0], prefix[2] = targets[0, 1], targets[2, 2]
+    weights = torch.tensor([1.0, 0.5, 0.25, 0.25])
+    for last in (prefix, none):
+        columns = torch.cat((targets, last[:, None]), 1)
+        loss = softcapped_cross_entropy(logits, columns, weights)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        expected, expected_gradient = exact_loss(logits, columns, weights)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-13)  # fp64
+        assert (gradient - expected_gradient).abs().max() <= 1e-13
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])

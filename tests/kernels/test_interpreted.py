@@ -102,6 +102,21 @@ def test_relu_squared_of_extremes(interpreted, values: str) -> None:
     interpreted(checks.check_relu_squared, (150, 72, 312), FP16, values)
 
 
+# Rows of FP8: multiples of 16.
+
+
+@both_dtypes
+@pytest.mark.parametrize("sizes", [(128, 128, 256), (150, 80, 304), (16, 16, 16), (300, 48, 528)])
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+def test_relu_squared_fp8(interpreted, sizes, dtype: torch.dtype, tma: bool) -> None:
+    interpreted(checks.check_relu_squared_fp8, sizes, dtype, "random", tma=tma)
+
+
+@extremes
+def test_relu_squared_fp8_of_extremes(interpreted, values: str) -> None:
+    interpreted(checks.check_relu_squared_fp8, (150, 80, 304), FP16, values)
+
+
 def test_mlp_gradients_are_those_of_autograd(interpreted) -> None:
     interpreted(checks.check_mlp_gradients)
 
@@ -113,7 +128,7 @@ def test_mlp_gradients_are_those_of_autograd(interpreted) -> None:
 @both_dtypes
 @pytest.mark.parametrize("T, V", [(1, 3), (2, 64), (64, 1024), (65, 1030), (150, 200)])
 def test_loss(interpreted, T: int, V: int, dtype: torch.dtype) -> None:
-    interpreted(checks.check_loss, T, V, 3, dtype, "random")
+    interpreted(checks.check_loss, T, V, 4, dtype, "random")
 
 
 def test_the_exponential_is_off_by_its_polynomial_alone(interpreted) -> None:
@@ -122,10 +137,10 @@ def test_the_exponential_is_off_by_its_polynomial_alone(interpreted) -> None:
 
 def test_loss_of_more_strips_than_sums_run_ahead(interpreted) -> None:
     """In one dtype, which the order of the work does not depend on."""
-    interpreted(checks.check_loss, 260, 1100, 3, FP32, "random")
+    interpreted(checks.check_loss, 260, 1100, 4, FP32, "random")
 
 
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("K", [1, 2, 3])
 def test_loss_of_fewer_targets(interpreted, K: int) -> None:
     interpreted(checks.check_loss, 70, 1100, K, FP32, "random")
 
@@ -133,7 +148,7 @@ def test_loss_of_fewer_targets(interpreted, K: int) -> None:
 @both_dtypes
 @extremes
 def test_loss_of_extremes(interpreted, values: str, dtype: torch.dtype) -> None:
-    interpreted(checks.check_loss, 70, 200, 3, dtype, values)
+    interpreted(checks.check_loss, 70, 200, 4, dtype, values)
 
 
 def test_loss_in_fp8_has_two_equal_layouts(interpreted) -> None:

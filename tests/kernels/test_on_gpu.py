@@ -39,10 +39,17 @@ def test_relu_squared(sizes: tuple[int, int, int]) -> None:
         checks.check_relu_squared(sizes, BF16, values, "cuda")
 
 
+@fp8_units
+@pytest.mark.parametrize("sizes", [(16, 16, 16), (150, 80, 304), (16384, 768, 3072)], ids=str)
+def test_relu_squared_fp8(sizes: tuple[int, int, int]) -> None:
+    for values in VALUES:
+        checks.check_relu_squared_fp8(sizes, BF16, values, "cuda")
+
+
 @pytest.mark.parametrize("T, V", [(1, 3), (65, 1030), (330, 2100), (2048, 50304)])
 def test_loss(T: int, V: int) -> None:
     for values in VALUES:
-        checks.check_loss(T, V, 3, BF16, values, "cuda")
+        checks.check_loss(T, V, 4, BF16, values, "cuda")
 
 
 @fp8_units
@@ -75,8 +82,8 @@ def test_loss_at_the_record_does_not_overflow_and_repeats_itself() -> None:
     T, V, last = 49152, 50304, 256
     scale = train_gpt.FP8_GRAD_SCALE
     logits = torch.randn(T, V, device="cuda", dtype=BF16) * 4
-    targets = torch.randint(V, (T,), device="cuda")
-    weights = torch.tensor([1.0, 0.5, 0.25], device="cuda")
+    targets = torch.randint(V, (T, 4), device="cuda")
+    weights = torch.tensor([1.0, 0.5, 0.25, 0.25], device="cuda")
     run = lambda: loss_and_fp8_gradient(logits, targets, weights, scale, torch.float8_e5m2)
     first, second = run(), run()
     for a, b in zip(first[1:], second[1:]):
@@ -95,7 +102,7 @@ def test_fused_head_is_the_separate_one() -> None:
     T, dim, V = 2048, 768, 50304
     x = torch.randn(T, dim, device="cuda").bfloat16().requires_grad_()
     w = (torch.randn(dim, V, device="cuda") * 0.05).bfloat16().requires_grad_()
-    rest = torch.randint(V, (T,), device="cuda"), torch.tensor([1.0, 0.5], device="cuda")
+    rest = torch.randint(V, (T, 2), device="cuda"), torch.tensor([1.0, 0.5], device="cuda")
     fused = fp8_head_loss(x, w, *rest, *SCALES)
     separate = softcapped_cross_entropy(fp8_linear(x, w, *SCALES), *rest)
     assert torch.allclose(fused, separate, rtol=1e-6)

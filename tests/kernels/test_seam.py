@@ -86,7 +86,7 @@ def test_compiled_function_follows_the_seam() -> None:
 # Every function that has a kernel: it launches inside, and not outside.
 
 TOKENS = torch.tensor([3, 0, 3], dtype=torch.int32)
-TARGETS = torch.zeros(32, dtype=torch.int64)
+TARGETS = torch.zeros(32, 2, dtype=torch.int64)
 WEIGHTS = torch.ones(2)
 TURNS = torch.ones(32, 2, 2)
 SCALES = 0.25, 0.01, 0.002
@@ -98,6 +98,7 @@ CALLS = {
     "aX_plus_BX": lambda x: tk.aX_plus_BX(x[None], (x @ x.mT)[None], 2.0),
     "heads": lambda x: tk.norm_and_rotate_qk(x.view(32, 4, 4)[:, :3], TURNS, False, True),
     "relu_squared_mlp": lambda x: tk.relu_squared_mlp(x, x, x),
+    "relu_squared_mlp_fp8": lambda x: tk.relu_squared_mlp_fp8(x, x, x, *tk.quantize_by_largest(x)),
     "quantize_fp8": lambda x: tk.quantize_fp8(x, 1.0, E4M3),
     "quantize_fp8_both": lambda x: tk.quantize_fp8_both(x, 1.0, E4M3),
     "cross_entropy": lambda x: tk.softcapped_cross_entropy(x, TARGETS, WEIGHTS),

@@ -4,6 +4,7 @@ import math
 import resource
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -263,11 +264,17 @@ def test_attention_scale_is_a_setting() -> None:
 
 T, STARTS, SHORT, LONG = 100, (0, 17, 18, 60), 16, 48
 MTP = [1.0, 0.5, 0.2]
+PREFIX = 0.25  # weight of the next token's prefix: of three tokens in four
+PREFIXES = {token: token // 3 for token in range(120) if token % 4}
+TABLE = [PREFIXES.get(token, -1) for token in range(120)]
 
 
-def batch(mtp: list[float] = MTP) -> tuple:
-    schedule = ForwardSchedule(torch.tensor(mtp), SHORT, LONG)
-    return *random_batch(T, 120, STARTS), schedule
+def forward_schedule(mtp: list[float] = MTP) -> ForwardSchedule:
+    return ForwardSchedule(torch.tensor(mtp), SHORT, LONG, prefix_weight=torch.tensor([PREFIX]))
+
+
+def batch() -> tuple:
+    return *random_batch(T, 120, STARTS), forward_schedule()
 
 
 def naive_hidden_states(
@@ -282,7 +289,7 @@ def naive_hidden_states(
 
 def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
     """Four heads, so that pairing has two heads a position; no fp32 inside but the tables."""
-    model = tiny_gpt(F64, num_heads=4)
+    model = tiny_gpt(F64, num_heads=4, prefixes=TABLE)
     inputs, targets, cu_seqlens, schedule = batch()
     params = {x: param.detach().clone().requires_grad_() for x, param in model.named_parameters()}
     signs = {"bigram_signs": model.bigram_signs}
@@ -290,7 +297,8 @@ def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
     found = model.hidden_states(inputs, cu_seqlens, schedule)
     assert (found - hidden).abs().max() <= 100 * TOLERANCE64
 
-    expected = naive_model.training_loss(hidden @ params["lm_head"], targets, MTP)
+    logits = hidden @ params["lm_head"]
+    expected = naive_model.training_loss(logits, targets, MTP, PREFIXES, PREFIX)
     loss = model(inputs, targets, cu_seqlens, schedule)
     assert loss.dtype == F64
     assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE64 + U32 * 0.1)
@@ -359,23 +367,34 @@ def test_late_mlps_do_not_reach_what_attention_puts_out(monkeypatch) -> None:
 def test_training_loss_is_the_sum_over_tokens_and_targets_that_exist(
     mtp: list[float], tokens: int
 ) -> None:
-    """Of 3 tokens and 3 targets a token: 3 + 2 + 1 terms."""
-    model = tiny_gpt(F64)
+    """Of 3 tokens and 3 targets a token: 3 + 2 + 1 terms, and one for each target with a prefix."""
+    model = tiny_gpt(F64, prefixes=TABLE)
     inputs, targets, cu_seqlens = random_batch(tokens, 120, (0, 1))
-    schedule = ForwardSchedule(torch.tensor(mtp), SHORT, LONG)
+    schedule = forward_schedule(mtp)
     logits = model.hidden_states(inputs, cu_seqlens, schedule) @ model.lm_head
-    expected = naive_model.training_loss(logits, targets, mtp).item()
-    loss = model(inputs, targets, cu_seqlens, schedule).item()
-    assert loss == pytest.approx(expected, rel=TOLERANCE64)
+    without = schedule._replace(prefix_weight=None)
+    for given, weight in ((schedule, PREFIX), (without, 0.0)):
+        expected = naive_model.training_loss(logits, targets, mtp, PREFIXES, weight).item()
+        loss = model(inputs, targets, cu_seqlens, given).item()
+        assert loss == pytest.approx(expected, rel=TOLERANCE64)
 
 
 def test_evaluation_loss_is_the_mean_of_the_next_token() -> None:
-    model = tiny_gpt(F64, fp8_head=True).eval()
+    """In no FP8, and without prefixes."""
+    model = tiny_gpt(F64, fp8_head=True, fp8_mlp=True, prefixes=TABLE).eval()
     inputs, targets, cu_seqlens, schedule = batch()
-    logits = model.hidden_states(inputs, cu_seqlens, schedule) @ model.lm_head
+    logits = tiny_gpt(F64).hidden_states(inputs, cu_seqlens, schedule) @ model.lm_head
     expected = torch.nn.functional.cross_entropy(naive_model.softcap(logits), targets).item()
     loss = model(inputs, targets, cu_seqlens, schedule).item()
     assert loss == pytest.approx(expected, rel=TOLERANCE64)
+
+
+def test_fp8_mlps_are_those_of_all_layers_in_training() -> None:
+    model = tiny_gpt(fp8_mlp=True)
+    mlp = train_gpt.relu_squared_mlp_fp8
+    with patch.object(train_gpt, "relu_squared_mlp_fp8", wraps=mlp) as called:
+        model(*batch())
+    assert called.call_count == len(LAYERS)
 
 
 def test_losses_are_fp32_or_better_in_every_dtype() -> None:
@@ -430,7 +449,7 @@ def test_more_slots_of_padding_change_no_bit() -> None:
 
 
 def test_every_parameter_has_a_gradient() -> None:
-    model = tiny_gpt(torch.bfloat16, fp8_head=True)
+    model = tiny_gpt(torch.bfloat16, fp8_head=True, fp8_mlp=True)
     model(*batch()).backward()
     for label, param in model.named_parameters():
         assert param.grad.dtype == param.dtype, label
@@ -498,7 +517,7 @@ def record_steps(rank: int, world_size: int) -> dict:
     h = train_gpt.Hyperparameters()
     vocab_size = h.vocab_size // 3
     sizes = (vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, 2048)
-    model = GPT(*sizes, bigram_rows=h.bigram_rows // 5, fp8_head=True)
+    model = GPT(*sizes, bigram_rows=h.bigram_rows // 5, fp8_head=True, fp8_mlp=True)
     manager = train_gpt.TrainingManager(model, h)
     batch = random_batch(T, vocab_size, (0, 12))
     losses, moved, before = [], [], bit_sums(model)

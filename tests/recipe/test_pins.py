@@ -20,8 +20,8 @@ def test_settings_of_the_record() -> None:
     pinned = dict(
         vocab_size=50257, bos_id=50256, model_dim=768, num_heads=6, head_dim=128,
         bigram_rows=754_560, attention_scale=0.1, dtype="bfloat16",
-        fp8_head=True,
-        num_scheduled_iterations=1375, num_extension_iterations=10, comms="sharded",
+        fp8_head=True, fp8_mlp=True,
+        num_scheduled_iterations=1365, num_extension_iterations=10, comms="sharded",
         grad_dtype="param", batch_unit=16384, micro_batches=8, block_size=128, adam_lr_scale=1.0,
         muon_lr_scale=1.0, momentum_warmup=300, momentum_cooldown=50, val_every=250,
         val_tokens=10_485_760, val_batch_tokens=2_097_152,
@@ -227,7 +227,7 @@ def test_signs_are_even(fresh: GPT) -> None:
 
 
 def test_embedding_splits_on_the_third_stages_first_odd_step() -> None:
-    assert [split_step(n) for n in (1375, 1725, 232, 12)] == [917, 1151, 155, 9]
+    assert [split_step(n) for n in (1365, 1725, 232, 12)] == [911, 1151, 155, 9]
 
 
 def test_every_third_of_a_short_run_has_its_batch() -> None:

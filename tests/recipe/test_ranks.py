@@ -40,9 +40,9 @@ SMALL = dict(
     val_batch_tokens=512,
 )  # fmt: skip
 VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {  # (in fp64, settings)
-    "fp64": (True, dict(fp8_head=False)),
-    "fp64, FP8": (True, dict(fp8_head=True)),
-    "fp64, FP8, replicated": (True, dict(fp8_head=True, comms="replicated")),
+    "fp64": (True, dict(fp8_head=False, fp8_mlp=False)),
+    "fp64, FP8": (True, dict()),
+    "fp64, FP8, replicated": (True, dict(comms="replicated")),
     "training dtypes": (False, dict(dtype="bfloat16")),
     # On 16 ranks attn has 48 matrices instead of 40, mlp 32 instead of 24.
     "padded": (True, dict(micro_batches=16, batch_unit=32)),

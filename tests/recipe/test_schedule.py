@@ -56,13 +56,16 @@ def test_batch_cut_and_windows_are_those_of_the_stage(scheduled: int) -> None:
 
 
 @LENGTHS
-def test_mtp_weights_fade_over_their_stage(scheduled: int) -> None:
+def test_loss_weights_fade_over_their_stage(scheduled: int) -> None:
     h, steps = every_step(scheduled)
     for step in steps:
         stage, behind = stage_of(step, scheduled)
-        ends = zip(stage.mtp_first, stage.mtp_last, strict=True)
+        first = (*stage.mtp_first, stage.prefix_first)
+        ends = zip(first, (*stage.mtp_last, stage.prefix_last), strict=True)
         expected = [a + (b - a) * float(behind) for a, b in ends]
-        assert step_schedule(step, h).mtp_weights == pytest.approx(tuple(expected), **EXACT)
+        said = step_schedule(step, h)
+        found = (*said.mtp_weights, said.prefix_weight)
+        assert found == pytest.approx(tuple(expected), **EXACT)
 
 
 @LENGTHS
@@ -91,7 +94,7 @@ def test_momentum_rises_stays_and_falls_and_the_rise_has_precedence(
         assert step_schedule(step, h).momentum == pytest.approx(expected, **EXACT)
 
 
-@pytest.mark.parametrize("scheduled", [1375, 1725, 290, 151, 150, 12, 4, 3, 1])
+@pytest.mark.parametrize("scheduled", [1365, 1725, 290, 151, 150, 12, 4, 3, 1])
 def test_embedding_splits_on_the_first_step_from_its_time_on_that_updates_it(
     scheduled: int,
 ) -> None:
@@ -106,35 +109,36 @@ def test_embedding_splits_on_the_first_step_from_its_time_on_that_updates_it(
 # The record's numbers, written a second time
 
 # By first step: batch in units of 16,384 tokens; in blocks of 128 tokens the document cut, short
-# and long window, and the long window that YaRN has reached; peak of the rate; MTP weights at the
-# stage's begin and end.
+# and long window, and the long window that YaRN has reached; peak of the rate; MTP weights and the
+# prefix's at the stage's begin and end.
 RECORD = {
-    0: (8, 7, 1, 3, 3, 1.00, (1, 0.5, 0.25), (1, 0.5, 0)),
-    458: (16, 16, 3, 7, 7, 1.52, (1, 0.5), (1, 0)),  # a third of 1375 is 458.33
-    917: (24, 16, 5, 11, 11, 1.73, (1,), (1,)),
-    1375: (24, 16, 6, 13, 13, 0.15, (1,), (1,)),  # the extension, at the cooldown's floor
-    1385: (24, 16, 6, 20, 13, 0.15, (1,), (1,)),  # the final validation
+    0: (8, 7, 1, 3, 3, 1.00, (1, 0.5, 0.25, 0.25), (1, 0.5, 0, 0.25)),
+    455: (16, 16, 3, 7, 7, 1.52, (1, 0.5, 0.25), (1, 0, 0)),
+    910: (24, 16, 5, 11, 11, 1.73, (1, 0), (1, 0)),
+    1365: (24, 16, 6, 13, 13, 0.15, (1, 0), (1, 0)),  # the extension, at the cooldown's floor
+    1375: (24, 16, 6, 20, 13, 0.15, (1, 0), (1, 0)),  # the final validation
 }
 
 
 def test_every_step_of_the_record_has_its_numbers() -> None:
-    """The cooldown goes from step 550, 0.40 of 1375, to the floor of 0.15; the peak jumps on the way.
+    """The cooldown goes from step 546, 0.40 of 1365, to the floor of 0.15; the peak jumps on the way.
     Momentum rises over 300 steps and falls over the last 50."""
     h = Hyperparameters()
-    assert h.total_iterations == 1385
-    for step in range(1386):
+    assert h.total_iterations == 1375
+    for step in range(1376):
         begin = max(first for first in RECORD if first <= step)
-        end = min((first for first in RECORD if first > step), default=1386)
+        end = min((first for first in RECORD if first > step), default=1376)
         batch, *blocks, peak, first, last = RECORD[begin]
         done = (step - begin) / (end - begin)
         weights = [a + done * (b - a) for a, b in zip(first, last)]
-        t = min(1, max(0, (step - 550) / 825))
-        momentum = min(0.85 + 0.1 * step / 300, 0.95, 0.95 - 0.002 * (step - 1335))
+        t = min(1, max(0, (step - 546) / 819))
+        momentum = min(0.85 + 0.1 * step / 300, 0.95, 0.95 - 0.002 * (step - 1325))
         said = step_schedule(step, h)
         assert said[:5] == (batch * 16384, *(128 * x for x in blocks)), step
         assert said.lr_schedule == pytest.approx(peak * (1 - t) + 0.15 * t, **EXACT), step
         assert said.momentum == pytest.approx(momentum, **EXACT), step
-        assert said.mtp_weights == pytest.approx(tuple(weights), **EXACT), step
+        found = (*said.mtp_weights, said.prefix_weight)
+        assert found == pytest.approx(tuple(weights), **EXACT), step
 
 
 # -----------------------------------------------------------------------------
@@ -155,7 +159,9 @@ def test_forward_schedule_is_the_steps() -> None:
         said = step_schedule(step, h)
         given = manager.forward_schedule()
         assert torch.equal(given.mtp_weights, torch.tensor(said.mtp_weights, dtype=torch.float32))
-        assert given[1:] == (said.short_window, said.long_window, said.max_doc_len)
+        assert given[1:4] == (said.short_window, said.long_window, said.max_doc_len)
+        prefix = torch.tensor([said.prefix_weight]) if said.prefix_weight else None
+        assert unequal({"prefix": given.prefix_weight}, {"prefix": prefix}) == []
 
 
 def test_yarn_takes_each_change_of_the_long_window_and_not_the_final_validations() -> None:

@@ -31,7 +31,7 @@ IDEAS = {
 STAGES = (
     *STAGES[:2],
     Stage(3, until=3/4, batch=20, docs=9, short=4, long=9, lr=1.60,
-          mtp_first=(1, 0.4), mtp_last=(1, 0.1)),
+          mtp_first=(1, 0.4), mtp_last=(1, 0.1), prefix_first=0.2, prefix_last=0.1),
     STAGES[2]._replace(index=4),
 )
 """),
@@ -149,6 +149,7 @@ def test_fourth_stage_has_its_steps_and_its_peak(four_stages: ModuleType) -> Non
     assert sizes == {(144, 64, 144)}
     expected = [0.4 - 0.03 * i for i in range(10)]
     assert [s.mtp_weights[1] for s in said[80:90]] == pytest.approx(expected, rel=1e-12)
+    assert [said[step].prefix_weight for step in (80, 85)] == pytest.approx([0.2, 0.15], rel=1e-12)
     assert len(said[90].mtp_weights) == 1
     floor = four_stages.LR_FLOOR
     for step, peak in ((79, 1.52), (80, 1.60), (89, 1.60), (90, 1.73)):
