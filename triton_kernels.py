@@ -39,9 +39,10 @@ what it was compiled to; the checks in bench/kernels.py say what is proved of it
 
 import contextlib
 import functools
-import importlib.util
+import importlib.metadata
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -638,36 +639,129 @@ def uses_flash(x: Tensor) -> bool:
     return kernel_device(x) == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
 
 
+# FlashAttention 4 on Hopper, whose algorithm there is FlashAttention 3's (Shah et al., arXiv 2407.08608).
+# Faster: FlashAttention 2, which PyTorch holds, is written for chips before Hopper: it waits for copies and
+# uses neither the asynchronous matrix units (wgmma) nor TMA.
+# Must hold: what is called here is private to the package, so its version is this one and no other.
+FA4_VERSION = "4.0.0b36"  # of flash-attn-4 on PyPI, as in runtime/requirements-hopper.txt
+FA4_HEAD_DIM = 128  # what is tried before the first step
+FA4_SLOTS = 257  # more documents than 256 would need a table of blocks
+FA4_TOLERANCE = 0.02  # relative, by norm; bf16 rounds FlashAttention 2's own results by about 0.003
+_fa4: Any = None  # the package's module; flash_attention sets it
+
+
+def _fa4_options(cu_seqlens: Tensor, max_len: int, window: int, scale: float) -> dict[str, Any]:
+    """What both directions are given. 0 positions to the right of a query: causal."""
+    return dict(
+        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len, max_seqlen_k=max_len,
+        window_size_left=window, window_size_right=0, softmax_scale=scale,
+    )  # fmt: skip
+
+
+def _fake_fa4(q: Tensor, *_: Any) -> Pair:
+    P, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(H, P, dtype=torch.float32)
+
+
+@operator("flash_attention_4", _fake_fa4)
+def fa4_op(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int, scale: float
+) -> Pair:
+    """Attention (P, H, D), and log Σ exp of each query's scores, (H, P) fp32, for the backward pass."""
+    options = _fa4_options(cu_seqlens, max_len, window, scale)
+    out, lse, *_ = _fa4._flash_attn_fwd(q, k, v, return_lse=True, **options)
+    return out, lse
+
+
+def _fake_fa4_backward(grad: Tensor, q: Tensor, *_: Any) -> Triple:
+    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+@operator("flash_attention_4_backward", _fake_fa4_backward)
+def fa4_backward_op(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_seqlens: Tensor, max_len: int, window: int, scale: float,
+) -> Triple:  # fmt: skip
+    """grad (P, H, D) → the gradients of q, k and v, contiguous; k and v may be views."""
+    dq, dk, dv = _fake_fa4_backward(grad, q)
+    options = _fa4_options(cu_seqlens, max_len, window, scale) | dict(dq=dq, dk=dk, dv=dv)
+    _fa4._flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
+    return dq, dk, dv
+
+
+def _save_fa4(ctx, inputs, output):
+    q, k, v, cu_seqlens, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _fa4_gradients(ctx, grad, _):
+    return *fa4_backward_op(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+
+fa4_op.register_autograd(_fa4_gradients, setup_context=_save_fa4)
+
+
+def _try_fa4() -> None:
+    """Load FlashAttention 4 and compare it with FlashAttention 2, forward and backward, on 1024 positions.
+
+    It also compiles its four kernels, which serve every number of positions, heads and documents. Raises
+    whatever keeps it from being used.
+    """
+    global _fa4
+    found = importlib.metadata.version("flash-attn-4")
+    if found != FA4_VERSION:
+        raise ImportError(f"flash-attn-4 {found} is installed, not {FA4_VERSION}")
+    P = 1024
+    generator = torch.Generator().manual_seed(0)
+    *qkv, grad = torch.randn(4, P, 2, FA4_HEAD_DIM, generator=generator).bfloat16().cuda()
+    band = Band(torch.tensor((0, 300, 301, P, P), dtype=torch.int32).cuda(), 200, P, None)
+    results = []
+    for _fa4 in (None, importlib.import_module("flash_attn.cute.interface")):
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = attend(*leaves, band, 0.1)
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for name, expected, found in zip(("output", "dq", "dk", "dv"), *results):
+        error = ((found - expected).float().norm() / expected.float().norm()).item()
+        if not error <= FA4_TOLERANCE:
+            raise ArithmeticError(f"FA4's {name} is off by {error:.2g}")
+
+
 @functools.cache
 def flash_attention() -> str:
-    """Turn on FlashAttention 3 (arXiv 2407.08608) if its package is installed and works.
+    """Turn on FlashAttention 4 for training on Hopper, if its package is installed and works.
 
-    Returns one line for the log: which attention runs and, on Hopper, what the lack of it costs. The 7 %
-    are predicted by bench/codegen.py.
+    Returns one line for the log: which attention runs and, on Hopper, what the lack of it costs. That is
+    an estimate, from FlashAttention 3's rates.
     """
+    global _fa4
     if not torch.cuda.is_available():
         return "banded, in PyTorch"
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        why = "flash_attn_interface is not installed"
-    else:
-        try:
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-            return "varlen_attn, FA3"
-        except Exception as error:  # built for another PyTorch: slower, but no failure
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    if torch.cuda.get_device_capability()[0] != 9:  # FlashAttention 3 needs Hopper
+    if torch.cuda.get_device_capability()[0] != 9:
         return "varlen_attn, FA2"
-    return f"varlen_attn, FA2: steps take about 7 % longer than with FA3 ({why})"
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the package's compiler
+            _try_fa4()
+    except Exception as error:  # not there, or of another driver: slower, but no failure
+        _fa4 = None
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        cost = "steps take an estimated 4 to 8 % longer than with FA4"
+        return f"varlen_attn, FA2: {cost} ({why}; see runtime/requirements-hopper.txt)"
+    return f"FA4 in training (flash-attn-4 {FA4_VERSION}), varlen_attn, FA2 in evaluation"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys of the band; causal; differentiable.
 
     q, k, v and the result are (P, H, D) of one dtype. A band with a bias is computed block by block in fp32
-    or better, one without a bias by FlashAttention.
+    or better, one without a bias by FlashAttention: 4 where gradients are wanted and flash_attention() has
+    turned it on, else 2.
     """
     if band.bias is not None:
         return _BandedAttention.apply(q, k, v, band.bias, scale).to(q.dtype)
+    fits = q.size(-1) == FA4_HEAD_DIM and len(band.cu_seqlens) <= FA4_SLOTS
+    if _fa4 is not None and fits and torch.is_grad_enabled():
+        return fa4_op(q, k, v, band.cu_seqlens, band.max_len, band.window, scale)[0]
     # Imported here because it takes a second and brings in the compiler; a CPU never needs it.
     from torch.nn.attention.varlen import varlen_attn
 

@@ -2,6 +2,7 @@
 
     ./run.sh bench/kernels.py              # a table at the record preset's sizes; on a GPU with times
     ./run.sh bench/kernels.py transpose    # the kernels whose name holds this, or one of several
+    ./run.sh bench/kernels.py attention    # FlashAttention 4 against 2, on a Hopper GPU
 
 Without a GPU the kernels are compiled for an H100 by the compiler inside Triton; nothing is run.
 tests/kernels calls the checks, which need no Triton but its interpreter's stand-in.
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -973,13 +975,82 @@ def kernels_table(chosen: list[Case]) -> str:
     return markdown(head, rows)
 
 
+# -----------------------------------------------------------------------------
+# FlashAttention 4 against 2
+
+
+def fineweb_documents(tokens: int, longest: int, slots: int) -> Tensor:
+    """cu_seqlens (slots,) of documents as long as FineWeb's: lognormal, of 480 tokens in the median."""
+    generator = np.random.Generator(np.random.Philox(0))
+    lengths = np.exp(generator.normal(math.log(480), 0.95, slots)).clip(1, longest)
+    starts = np.cumsum(lengths.astype(int)) - lengths.astype(int)
+    return torch.from_numpy(starts.clip(max=tokens)).int()
+
+
+def host_time(function: Callable, repeats: int = 20) -> float:
+    """Seconds until a call returns, its kernels still waiting."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - start) / repeats
+
+
+def attention_row(tokens: int, longest: int, window: int, paired: bool, h: Any) -> list:
+    """Times of attend, forward and backward, and how far FlashAttention 4 is off FlashAttention 2."""
+    from data.loader import default_doc_slots
+
+    p = 2 if paired else 1
+    starts = fineweb_documents(tokens, longest, default_doc_slots(tokens))
+    band = tk.Band((p * starts).cuda(), window, p * longest, None)
+    shape = (p * tokens, h.num_heads // p, h.head_dim)
+    *leaves, grad = (normal(name, shape).bfloat16().cuda() for name in ("q", "k", "v", "grad"))
+    leaves = [x.requires_grad_() for x in leaves]
+    attend = lambda: tk.attend(*leaves, band, h.attention_scale)
+    device, host, results = [], [], []
+    for package in (None, tk._fa4):
+        with mock.patch.object(tk, "_fa4", package):
+            out = attend()
+            backward = lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            results.append([out, *backward()])
+            device.append([median_time(function, [()]) for function in (attend, backward)])
+            host.append(sum(host_time(function) for function in (attend, backward)))
+    errors = [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(*results[::-1])]
+    times = [f"{1e6 * seconds:.0f}" for pair in zip(*device) for seconds in pair]
+    faster = f"{sum(device[0]) / sum(device[1]):.2f}"
+    row = [tokens, "paired" if paired else "plain", window, *times, faster]
+    return [*row, *(f"{1e6 * seconds:.0f}" for seconds in host), f"{max(errors):.1e}"]
+
+
+def attention_table() -> str:
+    """Every shape and window of the schedule, or one line that says why FlashAttention 4 does not run."""
+    from train_gpt import EXTENSION, STAGES, Hyperparameters
+
+    said = f"attention: {tk.flash_attention()}"
+    if tk._fa4 is None:
+        return said
+    h = Hyperparameters()
+    rows = []
+    for stage, paired in itertools.product((*STAGES, EXTENSION), (False, True)):
+        for window in (stage.short, stage.long):
+            tokens = stage.batch * h.batch_unit // h.micro_batches
+            sizes = (tokens, stage.docs * h.block_size, window * h.block_size)
+            rows.append(attention_row(*sizes, paired, h))
+    head = ["tokens", "heads", "window", "forward FA2, µs", "FA4", "backward FA2, µs", "FA4"]
+    head += ["times faster", "host FA2, µs", "FA4", "largest relative difference"]
+    return f"{said}, on {torch.cuda.get_device_name()}\n\n{markdown(head, rows)}"
+
+
 def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("names", nargs="*", default=[""], help="parts of kernels' names")
     args = parser.parse_args(argv)
     chosen = [case for name, case in cases().items() if any(part in name for part in args.names)]
-    print(kernels_table(chosen), flush=True)
+    if chosen:
+        print(kernels_table(chosen), flush=True)
+    if any(part and part in "attention" for part in args.names):
+        print(attention_table(), flush=True)
 
 
 if __name__ == "__main__":

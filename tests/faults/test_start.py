@@ -68,6 +68,18 @@ def test_run_sh_starts_a_tool_as_it_is(tmp_path):
     assert done.stdout.startswith("usage: local_text.py")
 
 
+def make_wheel(folder: Path, name: str) -> None:
+    """A package of version 99.1 with one empty module."""
+    info = f"{name}-99.1.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-99.1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.1\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project with run.sh, a launcher that prints its interpreter, and torch as its one package."""
@@ -77,16 +89,7 @@ def project(tmp_path: Path) -> Path:
     (folder / "runtime/launch.py").write_text(
         "import sys, torch; print(sys.executable, *sys.argv[1:])"
     )
-    with zipfile.ZipFile(tmp_path / "torch-99.1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("torch.py", "")
-        wheel.writestr(
-            "torch-99.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 99.1\n"
-        )
-        wheel.writestr(
-            "torch-99.1.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        wheel.writestr("torch-99.1.dist-info/RECORD", "")
+    make_wheel(tmp_path, "torch")
     return folder
 
 
@@ -109,6 +112,36 @@ def test_run_sh_ends_with_pips_own_words(project):
     done = run(["./run.sh"], cwd=project, env=variables)
     assert done.returncode == 1 and done.stdout == ""
     assert "No matching distribution found for torch==99.2" in done.stderr
+
+
+def test_run_sh_installs_flash_attention_on_hopper_or_goes_on_without(project):
+    """One line says so, with pip's reason. On other GPUs it does not try."""
+    (project / "requirements.txt").write_text("torch==99.1  # from 99.0\n")
+    (project / "runtime/requirements-hopper.txt").write_text("flash_attn_4==99.1\n")
+    nvidia_smi = project.parent / "tools/nvidia-smi"
+    nvidia_smi.parent.mkdir()
+    variables = with_variables(
+        PIP_FIND_LINKS=f"{project.parent}", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull
+    )
+    variables["PATH"] = f"{nvidia_smi.parent}{os.pathsep}{variables['PATH']}"
+
+    def said(capability: str) -> list[str]:
+        """Beside the line that announces an installation."""
+        nvidia_smi.write_text(f"#!/bin/sh\necho {capability}\n")
+        nvidia_smi.chmod(0o755)
+        for path in (project / ".venv").rglob("torch-*"):
+            shutil.rmtree(path)
+        done = run(["./run.sh"], cwd=project, env=variables)
+        assert (done.returncode, done.stdout) == (0, f"{project}/.venv/bin/python\n"), done.stderr
+        return done.stderr.splitlines()[1:]
+
+    assert said("8.9") == []
+    (line,) = said("9.0")
+    without = "run.sh: no FlashAttention 4, steps take an estimated 4 to 8 % longer: "
+    assert line.startswith(without + "ERROR: No matching distribution found for flash")
+    make_wheel(project.parent, "flash_attn_4")
+    assert said("9.0") == []
+    assert len(list((project / ".venv").rglob("flash_attn_4.py"))) == 1
 
 
 # runtime/launch.py

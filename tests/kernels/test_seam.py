@@ -1,7 +1,6 @@
 """Inside kernels_of a function is its kernel, outside its reference; and what the machine wants."""
 
 import itertools
-import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -132,44 +131,6 @@ def test_fp8_matmuls_are_scaled_mm_inside_and_not_outside() -> None:
     size = 0.5 * a.double().abs() @ b.double().abs()
     error = (inside.double() - outside.double()).abs()
     assert (error <= 40 * 2.0**-24 * size).all()  # 16 terms summed in another order
-
-
-# FlashAttention
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
-def test_flash_attention_takes_16_bits_on_a_gpu(dtype: torch.dtype) -> None:
-    x = torch.ones(1, dtype=dtype)
-    assert not tk.uses_flash(x)
-    with tk.kernels_of("cuda"):
-        assert tk.uses_flash(x) == (dtype in (BF16, FP16))
-
-
-@pytest.mark.parametrize(
-    "package, hopper, line",
-    [
-        ("works", True, "varlen_attn, FA3"),
-        ("none", False, "varlen_attn, FA2"),
-        ("none", True, r"varlen_attn, FA2: .* 7 % longer .*\(flash_attn_interface is not .*\)"),
-        ("broken", True, r"varlen_attn, FA2: .* 7 % longer .*\(RuntimeError: undefined symbol\)"),
-    ],
-)
-def test_the_log_says_which_attention_runs(monkeypatch, package, hopper, line) -> None:
-    """A package of another PyTorch leaves attention as it was."""
-
-    def activate(name: str) -> None:
-        if package == "broken":
-            raise RuntimeError("undefined symbol\nand more")
-
-    found = None if package == "none" else object()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9 if hopper else 8, 0))
-    monkeypatch.setattr(tk.importlib.util, "find_spec", lambda name: found)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, False)
-    tk.flash_attention.cache_clear()
-    said = tk.flash_attention()
-    tk.flash_attention.cache_clear()
-    assert re.fullmatch(line, said)
 
 
 # What the machine wants
