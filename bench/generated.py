@@ -15,6 +15,7 @@ import importlib.util
 import math
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -598,8 +599,11 @@ def _passes(
     bodies = kernels.innermost_loops(cubin)
     walks = []
     for loop in loops:
-        tiles = [access for access in accesses if access.loop == loop and access.elements > 1]
-        times = [tensors[access.argument].numel() / access.elements for access in tiles]
+        tiles = Counter()  # a round may take several of a tensor
+        for access in accesses:
+            if access.loop == loop and access.elements > 1:
+                tiles[access.argument, access.store] += access.elements
+        times = [tensors[name].numel() / size for (name, _), size in tiles.items()]
         walks.append(max(times, default=0))
     if len(bodies) != len(walks):  # the compiler has unrolled the small ones
         walks = [times for times in walks if times]

@@ -54,8 +54,16 @@ def test_loss(T: int, V: int) -> None:
 
 @fp8_units
 def test_fp8_is_rounded_to_nearest() -> None:
-    checks.check_loss_in_fp8("cuda", checks.NEAREST)
     checks.check_quantize_in_fp8("cuda", checks.NEAREST)
+
+
+@fp8_units
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+@pytest.mark.parametrize("T, V", [(16, 64), (80, 1104), (336, 1152), (2048, 50304)], ids=str)
+def test_loss_in_fp8(T: int, V: int, K: int) -> None:
+    for values in VALUES:
+        unit = checks.NEAREST[torch.float8_e5m2]
+        checks.check_loss_in_fp8(T, V, K, BF16, values, "cuda", unit)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (130, 70), (49152, 768)], ids=str)
@@ -84,28 +92,30 @@ def test_loss_at_the_record_does_not_overflow_and_repeats_itself() -> None:
     logits = torch.randn(T, V, device="cuda", dtype=BF16) * 4
     targets = torch.randint(V, (T, 4), device="cuda")
     weights = torch.tensor([1.0, 0.5, 0.25, 0.25], device="cuda")
-    run = lambda: loss_and_fp8_gradient(logits, targets, weights, scale, torch.float8_e5m2)
+    run = lambda: loss_and_fp8_gradient(logits, targets, weights, scale)
     first, second = run(), run()
     for a, b in zip(first[1:], second[1:]):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert torch.equal(first[0], second[0])
     grad, grad_t = first[1][-last:], first[2][:, -last:]
     assert torch.equal(grad_t.view(torch.uint8), grad.view(torch.uint8).mT)
-    exact = checks.exact_loss(logits[-last:], targets[-last:], weights)[1] / scale
-    bound = 0.126 * exact.abs() + 2.0**-16 + 600 * checks.GRADIENT_ERROR
+    rows = logits[-last:], targets[-last:]
+    exact = checks.exact_loss(*rows, weights)[1] / scale
+    bound = checks.fp8_gradient_bound(*rows, exact, checks.NEAREST[torch.float8_e5m2])
     checks.assert_within(grad.float(), exact, bound)
 
 
 @fp8_units
 def test_fused_head_is_the_separate_one() -> None:
-    """Against FP8 matmul and loss apart, whose gradient is rounded to bf16 before e5m2."""
+    """Against FP8 matmul and loss apart, whose gradient is rounded to bf16 before e5m2, and whose
+    tanh is exact."""
     T, dim, V = 2048, 768, 50304
     x = torch.randn(T, dim, device="cuda").bfloat16().requires_grad_()
     w = (torch.randn(dim, V, device="cuda") * 0.05).bfloat16().requires_grad_()
     rest = torch.randint(V, (T, 2), device="cuda"), torch.tensor([1.0, 0.5], device="cuda")
     fused = fp8_head_loss(x, w, *rest, *SCALES)
     separate = softcapped_cross_entropy(fp8_linear(x, w, *SCALES), *rest)
-    assert torch.allclose(fused, separate, rtol=1e-6)
+    assert torch.allclose(fused, separate, rtol=1e-3)
     gradients = [torch.autograd.grad(loss, (x, w)) for loss in (2 * fused, 2 * separate)]
     for a, b in zip(*gradients):
         assert (a.float() - b.float()).norm() < 0.05 * b.float().norm()
