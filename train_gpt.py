@@ -52,9 +52,10 @@ from runtime.sources import Sources
 from sample import sample_text
 from triton_kernels import (
     CPU_FP32, XTX, XXT, Band, aX_plus_BX, attend, ba_plus_cAA, band_bias, cache_sized,
-    flash_attention, fp8_head_loss, fused_on_gpu, has_fp8, join_mantissa, kernel_device, linear,
-    lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp, relu_squared_mlp_fp8,
-    residual_add, softcapped_cross_entropy, split_mantissa, transpose_add, transpose_copy, uses_flash,
+    flash_attention, fp8_head_loss, fused_on_gpu, gate_logits, has_fp8, join_mantissa, kernel_device,
+    linear, lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp,
+    relu_squared_mlp_fp8, residual_add, softcapped_cross_entropy, split_mantissa, transpose_add,
+    transpose_copy, uses_flash,
 )
 # fmt: on
 
@@ -579,7 +580,7 @@ def attention(
         length = (v * v).sum(-1, keepdim=True, dtype=wide).clamp_min(1e-8)
         share = xsa[:, None] * (y * v).sum(-1, keepdim=True, dtype=wide) / length
         y = y - share.to(v.dtype) * v
-    gate = head_scale * torch.sigmoid(F.linear(x[:, :GATE_DIM], head_gate))
+    gate = head_scale * torch.sigmoid(gate_logits(x, head_gate))
     y = y * gate.unsqueeze(-1)
     return linear(y.reshape(T, dim), W_o)
 
@@ -734,9 +735,8 @@ class GPT(nn.Module):
         value_embeds = values.split(dim, 1)
         values = by_layer("value_embed", value_embeds)
         bigram = self.signed_bigrams(inputs)
-        smear = scalars["smear_lambda"][0] * torch.sigmoid(
-            F.linear(x[1:, :GATE_DIM], self.smear_gate)
-        )
+        gate = torch.sigmoid(gate_logits(x[1:], self.smear_gate))
+        smear = scalars["smear_lambda"][0] * gate
         x = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
         # What skip gate and layers get as the embedding has the first bigram term in it.
         x = c0 = add_bigram(x, lambdas[0]["bigram"] * bigram)
@@ -744,7 +744,7 @@ class GPT(nn.Module):
         kept = {"c0": c0, "value_embed": value_embeds[0]}
         for i, (layer, scale) in enumerate(zip(LAYERS, lambdas)):
             if layer.add:  # a gated skip connection
-                gate = torch.sigmoid(F.linear(c0[:, :GATE_DIM], self.skip_gate))
+                gate = torch.sigmoid(gate_logits(c0, self.skip_gate))
                 x = x + torch.sigmoid(scalars["skip_lambda"][0]) * 2 * gate * kept[layer.add]
             if layer.window:
                 if not layer.same_input:
@@ -783,7 +783,7 @@ class GPT(nn.Module):
         A gate (H, GATE_DIM) reads the first dims of xn (T, dim) and of the value embedding."""
         n = GATE_DIM // 2
         gate_input = torch.cat((xn[:, :n], value[:, :n]), 1)
-        gate = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))
+        gate = 2 * torch.sigmoid(gate_logits(gate_input, ve_gate))
         return gate.unsqueeze(-1) * value.view(len(value), self.num_heads, self.head_dim)
 
     def mudd_network(self, network: int) -> tuple[Tensor, Tensor, Tensor]:

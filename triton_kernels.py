@@ -1098,6 +1098,22 @@ def linear(x: Tensor, W: Tensor) -> Tensor:
 
 
 @has_kernel
+def gate_logits(x: Tensor, W: Tensor) -> Tensor:
+    """The first n dims of x (tokens, dim) times a small Wᵀ (outputs, n): (tokens, outputs), differentiable.
+
+    Summed in fp32 or better, rounded once. Unlike linear it never narrows its operands.
+    """
+    return F.linear(x[:, : W.size(1)], W)
+
+
+@gate_logits.kernel("cuda")
+def _gate_logits_cuda(x: Tensor, W: Tensor) -> Tensor:
+    """torch.compile fuses these sums with the sigmoid; a matmul takes longer to start than to multiply."""
+    terms = _wide(x[:, None, : W.size(1)]) * _wide(W)  # (tokens, outputs, n), never in memory
+    return _cast(terms.sum(-1), x.dtype)
+
+
+@has_kernel
 def relu_squared_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
     """The MLP with a squared ReLU (So et al., arXiv 2109.08668): relu(x @ W_fcᵀ)² @ W_proj.
 
@@ -1145,8 +1161,21 @@ LARGE_TILES_BACKWARD = LARGE_TILES | dict(num_stages=3)  # room for a tile of th
 
 
 @triton.jit
+def _prefetch_tile(matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Ask L2 for the tile at (row, col) of a contiguous (rows, cols) matrix: one address a memory line."""
+    LINE: tl.constexpr = 1024 // matrix.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+    r = tl.minimum(row + tl.arange(0, ROWS), rows - 1)[:, None].to(tl.int64)
+    c = tl.minimum(col + tl.arange(0, COLS // LINE) * LINE, cols - 1)[None, :]
+    if _ON_GPU:
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"  # it must have a result
+        at = (matrix + r * cols + c).to(tl.int64)
+        tl.inline_asm_elementwise(asm, "=r,l", [at], tl.int32, False, 1)
+
+
+@triton.jit
 def relu_squared_kernel(
     x, w, activation, out,  # (M, K), (N, K), (M, N), (M, N): tensor descriptors if TMA, else pointers
+    pointer,  # to the activation, or None
     scale,  # of x wᵀ: a 0-dim fp32 tensor, or None
     M, N, K,
     BACKWARD: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
@@ -1157,7 +1186,8 @@ def relu_squared_kernel(
     With a scale, x and w are FP8, and h = scale · x wᵀ is rounded to out's dtype before it is squared.
     Faster: the epilogue squares, or multiplies by the slope, so that x wᵀ never goes to memory. Programs
     that run side by side share rows of x, and all of w stays in L2. If FLATTEN, the loops over tiles and
-    over K are one, so that the next tile's operands load during an epilogue.
+    over K are one, so that the next tile's operands load during an epilogue. A tile of the activation is on
+    its way into L2 during the matmul before it: in the epilogue its threads would wait for memory.
     Must hold: rows are multiples of 16 bytes (TMA); NaN stays NaN.
     From: R84 for FP8; R87 for saving the square alone.
     """
@@ -1171,6 +1201,8 @@ def relu_squared_kernel(
     for tile in tl.range(first, tiles, tl.num_programs(0), flatten=FLATTEN):
         row = tile // across * BLOCK_M
         col = tile % across * BLOCK_N
+        if BACKWARD:
+            _prefetch_tile(pointer, row, col, M, N, BLOCK_M, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
             left = _load_tile(x, row, k, M, K, BLOCK_M, BLOCK_K, TMA)
@@ -1218,11 +1250,13 @@ def launch_relu_squared(
         return TensorDescriptor.from_tensor(matrix, [rows, cols]) if config["TMA"] else matrix
 
     result = tiles(out, m, n // 2)
+    if activation is not None:
+        activation = activation.contiguous()
     saved = result if activation is None else tiles(activation, m, n // 2)
     programs = min(chip(x.device).processors, triton.cdiv(M, m) * triton.cdiv(N, n))
     launch(
         relu_squared_kernel, (programs,),
-        tiles(x, m, k), tiles(w, n, k), saved, result, scale, M, N, K,
+        tiles(x, m, k), tiles(w, n, k), saved, result, activation, scale, M, N, K,
         BACKWARD=activation is not None, **config,
     )  # fmt: skip
     return out

@@ -112,6 +112,17 @@ def test_tiles_of_the_mlp_follow_each_other_without_a_gap() -> None:
         assert bench.compiled(more, 90).shared > bench.CHIPS[90].shared_memory
 
 
+def test_activation_is_on_its_way_into_l2_before_the_matmul() -> None:
+    """In the backward pass alone; one address for each line of 128 bytes."""
+    ask = "prefetch.global.L2"
+    assert ask not in compiled("relu_squared").ptx
+    ptx = compiled("relu_squared_backward").ptx
+    lines = tk.LARGE_TILES["BLOCK_M"] * tk.LARGE_TILES["BLOCK_N"] * 2 // 128
+    of_a_thread = lines // (32 * tk.LARGE_TILES["num_warps"])
+    assert {block.count(ask) for block in ptx.split("$L__BB")} == {0, of_a_thread}
+    assert ptx.index(ask) < ptx.index("wgmma.mma_async")
+
+
 def test_fp8_tiles_are_as_many_bytes() -> None:
     """So twice as deep; and FP8 units multiply them, not those of fp16 after a cast."""
     launch = bench.launch_of(bench.CASES["relu_squared_fp8"], 90)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import naive_model
 import triton_kernels as tk
@@ -138,6 +139,37 @@ def test_symmetric_matmuls_round_once(shape: tuple[int, ...], dtype: torch.dtype
         assert torch.equal(out, result) and result.dtype == dtype
         bound = unit * exact.abs() + 2 * accumulate * size
         assert ((result.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=["bf16", "fp32", "fp64"])
+def test_gates_round_once_with_and_without_a_matmul(dtype: torch.dtype) -> None:
+    """A GPU's sums and the CPU's matmul, forward and backward."""
+    unit = {BF16: U16, FP32: U32, FP64: U64}[dtype]
+    add = 40 * (U64 if dtype == FP64 else U32)
+    x, W, grad = (normal(*z).to(dtype) for z in (("x", (40, 30)), ("W", (5, 12)), ("g", (40, 5))))
+    wide, w, g = x[:, :12].double(), W.double(), grad.double()
+    pad = torch.nn.functional.pad
+    exact = [wide @ w.T, pad(g @ w, (0, 18)), g.T @ wide]
+    size = [wide.abs() @ w.abs().T, pad(g.abs() @ w.abs(), (0, 18)), g.abs().T @ wide.abs()]
+    for device in ("cpu", "cuda"):
+        leaves = x.clone().requires_grad_(), W.clone().requires_grad_()
+        with tk.kernels_of(device):
+            logits = tk.gate_logits(*leaves)
+        found = (logits, *torch.autograd.grad(logits, leaves, grad))
+        for a, b, terms in zip(found, exact, size):
+            assert a.dtype == dtype
+            assert ((a.double() - b).abs() <= unit * b.abs() + 2 * add * terms).all()
+
+
+def test_gates_on_a_gpu_have_no_matmul() -> None:
+    def gradients(x: Tensor, W: Tensor) -> tuple[Tensor, ...]:
+        with tk.kernels_of("cuda"):
+            logits = tk.gate_logits(x, W)
+        return torch.autograd.grad(logits.square().sum(), (x, W))
+
+    args = normal("x", (8, 20)).requires_grad_(), normal("W", (3, 12)).requires_grad_()
+    nodes = [str(node.target) for node in make_fx(gradients)(*args).graph.nodes]
+    assert "aten.sum.dim_IntList" in nodes and not any("mm" in node for node in nodes)
 
 
 def test_mlp_passes_gradcheck() -> None:
