@@ -53,7 +53,7 @@ class Kernel:
     """One launch."""
 
     name: str  # of the generated kernel, the Triton kernel or the operator
-    kind: str  # generated, kernel (ours), product, fp8 product, copy, attention (backward), other
+    kind: str  # generated, (fp8) kernel: ours, (fp8) product, copy, attention (backward), other
     bytes: float = 0  # read and written
     instructions: float = 0  # of warps
     special: float = 0  # exponentials, reciprocals, roots: of threads
@@ -550,6 +550,8 @@ def launched(launch: kernels.Launch) -> Kernel:
     kernel.shapes = [list(x.shape) for x in tensors.values() if isinstance(x, torch.Tensor)]
     kernel.bytes = _launched_bytes(accesses, tensors, programs)
     if has_dot:
+        sizes = (x.element_size() for x in tensors.values() if isinstance(x, torch.Tensor))
+        kernel.kind = "fp8 kernel" if min(sizes) == 1 else "kernel"
         kernel.flops = _dot_operations(accesses, tensors, programs)
         return kernel
     passes = [(per_warp(resources.cubin, 1), programs)]

@@ -3,32 +3,38 @@
     ./run.sh bench/gpu.py                       # all sections, a report under records/
     ./run.sh bench/gpu.py --section=model,run   # some of them
     ./run.sh bench/gpu.py --dry-run             # on a CPU at tiny sizes: proves the command alone
+    ./run.sh bench/gpu.py --section=ab --variant=ideas/idea.py --variant=triton_kernels.LOSS.WIDTH=512
 
 The kernels have their own: tests/kernels/test_on_gpu.py checks them, bench/kernels.py times them.
 Shards and compiled kernels stay in --cache, where the next call finds them.
 A section that fails leaves the others their turn and makes the exit code 1. The report is written
-anew after each.
+anew after each, with the GPU's clock and power, which nvidia-smi reads once a second.
 """
 
 import argparse
+import ast
+import contextlib
 import dataclasses
 import datetime
 import functools
+import importlib
 import itertools
 import json
-import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,9 +42,15 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from bench.settings import longest_cut, markdown, model_of, synthetic
-
-BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense operations a second
+import train_gpt
+import triton_kernels as tk
+from bench.floors import floor
+from bench.settings import longest_cut, markdown, model_of
+from data.loader import distributed_data_generator, train_pattern
+from runtime.ranks import Ranks
+from sample import load_script
+from train_gpt import EXTENSION, FINAL_VALIDATION, STAGES, ForwardSchedule, Hyperparameters
+from train_gpt import step_schedule
 
 
 class SectionError(AssertionError):
@@ -57,6 +69,7 @@ class Bench:
     scratch: Path  # logs; gone at the end
     cache: Path  # shards; stays
     report: Path  # without suffix
+    variants: list[str]  # of section ab
 
     @property
     def device(self) -> torch.device:
@@ -68,21 +81,20 @@ class Bench:
 
     @functools.cached_property
     def shards(self) -> Path:
-        """PyTorch's own text as bytes, some 85 million tokens; asyncio's on a dry run."""
+        """PyTorch's own text as bytes, some 85 million tokens; asyncio's on a dry run. Documents are
+        as long as FineWeb's: attention takes what it does in a real run."""
         source = Path(torch.__file__).parent
         if self.dry:
             source = Path(sysconfig.get_paths()["stdlib"], "asyncio")
         folder = self.cache / source.name
         command = [sys.executable, str(ROOT / "data/local_text.py")]
-        command += [f"--input={source}", f"--output={folder}"]
+        command += [f"--input={source}", f"--output={folder}", "--lengths=fineweb"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         return folder
 
     def settings(self, **changes: Any) -> Any:
         """The record preset on these shards: byte tokens under its vocabulary, few steps, validated
         at the start and the end alone; tiny on a dry run."""
-        from train_gpt import Hyperparameters
-
         found = dict(
             data=str(self.shards), bos_id=256, encoding="bytes", num_scheduled_iterations=45,
             num_extension_iterations=5, val_every=50, val_tokens=524_288, val_batch_tokens=524_288,
@@ -97,19 +109,50 @@ class Bench:
             )  # fmt: skip
         return Hyperparameters(**found | changes)
 
-    def manager(self, h: Any) -> Any:
-        import train_gpt
-        from runtime.ranks import Ranks
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(0, 1, self.device)
 
+    def manager(self, h: Any, script: ModuleType) -> Any:
         torch._dynamo.config.recompile_limit = 64
-        return train_gpt.build(h, Ranks(0, 1, self.device), longest_cut(h))
+        return script.build(h, self.ranks, longest_cut(h))
 
-    def batch(self, h: Any, tokens: int) -> list[torch.Tensor]:
-        return [x.to(self.device) for x in synthetic(h, tokens)]
+    @functools.cached_property
+    def warm_up(self) -> float:
+        """Seconds of the script's own warm-up, once a process: what follows compiles nothing."""
+        started = time.perf_counter()
+        train_gpt.warm_up(self.manager(self.settings(), train_gpt), self.ranks)
+        return time.perf_counter() - started
+
+    def batches(self, h: Any, step: int, count: int) -> list[list[tuple[torch.Tensor, ...]]]:
+        """The micro-batches of so many steps from `step` on, on the CPU."""
+        stream = train_gpt.training_batches(h, self.ranks, step)
+        found = [list(itertools.islice(stream, h.micro_batches)) for _ in range(count)]
+        stream.close()
+        return found
+
+    def passes(self, manager: Any, batches: Iterable[tuple]) -> None:
+        """Forward and backward passes of a step."""
+        for batch in batches:
+            batch = [x.to(self.device, non_blocking=True) for x in batch]
+            manager.model(*batch, manager.forward_schedule()).backward()
+            manager.optimizer.accumulate()
 
     def synchronize(self) -> None:
         if not self.dry:
             torch.cuda.synchronize()
+
+    def mark(self) -> Any:
+        """This moment in what the GPU does; on a dry run the time."""
+        if self.dry:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first: Any, second: Any) -> float:
+        """Seconds from one mark to another that has passed."""
+        return second - first if self.dry else first.elapsed_time(second) / 1000
 
 
 # -----------------------------------------------------------------------------
@@ -117,8 +160,6 @@ class Bench:
 
 
 def environment(bench: Bench) -> tuple[str, Any]:
-    import triton_kernels as tk
-
     version = getattr(sys.modules.get("triton"), "__version__", "none")
     facts = {"Python": sys.version.split()[0], "PyTorch": torch.__version__, "Triton": version}
     if not bench.dry:
@@ -135,9 +176,6 @@ def environment(bench: Bench) -> tuple[str, Any]:
 
 def attention(bench: Bench) -> tuple[str, Any]:
     """attend as the model calls it, forward and backward, against the banded reference in fp64."""
-    import triton_kernels as tk
-    from train_gpt import EXTENSION, FINAL_VALIDATION, STAGES
-
     h = bench.settings()
     dtype, T = (torch.float32, 512) if bench.dry else (torch.bfloat16, 16384)
     # A result is rounded once, after probabilities and their gradients have been rounded too.
@@ -174,10 +212,6 @@ def attention(bench: Bench) -> tuple[str, Any]:
 
 def model(bench: Bench) -> tuple[str, Any]:
     """The model as it trains against fp32 on the CPU: same weights and batch, FP8 in both."""
-    import triton_kernels as tk
-    from data.loader import distributed_data_generator, train_pattern
-    from train_gpt import ForwardSchedule
-
     h, tokens = bench.settings(), 256 if bench.dry else 2048
     torch.manual_seed(h.seed)
     reference = model_of(h, tokens, fp8=True)
@@ -218,18 +252,8 @@ def model(bench: Bench) -> tuple[str, Any]:
     return text, errors
 
 
-def flops_per_token(h: Any) -> int:
-    """Operations of the matmuls with weights, forward and backward, without attention's own."""
-    from bench.communication import model_parameters
-    from train_gpt import LAYERS, MLP_BANK_LAYERS
-
-    size = {label: math.prod(x.shape) for label, x in model_parameters(h).items()}
-    return 6 * (size["attn"] + size["mlp"] * len(LAYERS) // MLP_BANK_LAYERS + size["lm_head"])
-
-
 def stages_of(h: Any) -> dict[str, range]:
     """The steps of each stage: those in a row whose micro-batches and windows have one shape."""
-    from train_gpt import step_schedule
 
     def shape(step: int) -> tuple:
         now = step_schedule(step, h)
@@ -246,8 +270,6 @@ def stages_of(h: Any) -> dict[str, range]:
 
 def run(bench: Bench) -> tuple[str, Any]:
     """The real script, launched as users launch it: compiles cleanly, learns; the stages' speed."""
-    from train_gpt import Hyperparameters, step_schedule
-
     h = bench.settings(run_id="gpu")
     defaults = vars(Hyperparameters())
     options = [f"--{name}={x}" for name, x in vars(h).items() if x != defaults[name]]
@@ -264,20 +286,18 @@ def run(bench: Bench) -> tuple[str, Any]:
     times = re.findall(r"^step:(\d+)/\d+ train_time:(\d+)ms", log, re.M)
     ends = {int(step): float(ms) / 1000 for step, ms in times}
     ranks = int(re.search(r"parameters, (?:ranks: )?(\d+)", done.stdout)[1])
-    peak = next((x for chip, x in BF16_PEAK.items() if chip in bench.gpu), math.inf)
     rows, stages = [], []
     for name, steps in stages_of(h).items():
         last = range(max(steps.start + 2, steps.stop - 6), steps.stop + 1)  # step:7 ends step 6
         seconds = statistics.median(ends[s] - ends[s - 1] for s in last if s - 1 in ends)
         tokens = step_schedule(steps[-1], h).batch_tokens
-        flops = flops_per_token(h) * tokens / seconds / ranks
-        stages.append({"stage": name, "seconds": seconds, "tokens": tokens, "flops": flops})
-        share = f"{flops / peak:.1%}"
+        limit = sum(floor(steps[-1], h).values()) / ranks
+        stages.append({"stage": name, "seconds": seconds, "tokens": tokens, "floor": limit})
         speed = f"{tokens / seconds:,.0f}"
-        rows.append([name, f"{tokens:,}", 1000 * seconds, speed, f"{flops / 1e12:.3g}", share])
+        rows.append([name, f"{tokens:,}", 1000 * seconds, speed, 1000 * limit, seconds / limit])
     warm_up, after = re.search(r"warm-up:? (\d+) s$(.*)", done.stdout, re.M | re.S).groups()
     recompiled, breaks = after.count("Recompiling function"), done.stdout.count("Graph break")
-    head = ["stage", "tokens a step", "ms a step", "tokens/s", "TFLOP/s a GPU", "of the bf16 peak"]
+    head = ["stage", "tokens a step", "ms a step", "tokens/s", "floor of an H100, ms", "times that"]
     text = (
         f"{markdown(head, rows)}\n\n{ranks} ranks. Warm-up: {warm_up} s. Graph breaks: {breaks}; "
     )
@@ -289,109 +309,229 @@ def run(bench: Bench) -> tuple[str, Any]:
     return text, data
 
 
-OTHER = "elementwise and other"
-KINDS = {  # of GPU kernels, and of PyTorch's operators on a CPU, by name; the first that matches
-    OTHER: r"^triton_(poi|red|per)_",  # Inductor's: fused, named after all that is in them
+OTHER = "gates, values, other"
+GENERATED = r"^triton_(poi|red|per)_fused\w*"  # by Inductor, named after all that is fused
+# Classes of GPU kernels, and of PyTorch's operators on a CPU, by name; the first that matches. Those
+# that bench/floors.py knows have its names.
+KINDS = {
+    "embeddings": rf"{GENERATED}embedding|scatter\w*kernel|radix|sort",
+    "norms, residuals": rf"{GENERATED}(vector_norm|rsqrt|addcmul)",
+    OTHER: GENERATED,
+    "gradient accumulation": r"CUDAFunctor_add\b",
     "attention": r"flash|fmha|attention|Banded|softmax|bmm",
-    "matmuls": r"gemm|nvjet|cutlass|wgmma|sm90_xmma|product_kernel|relu_squared|aten::(add)?mm"
-    r"|baddbmm|_scaled_mm|fp8_",
-    "loss": r"loss_kernel|cross_entropy|logsumexp",
+    "q, k": r"norm_rotate",
+    "loss": r"loss\w*_kernel|cross_entropy|logsumexp",
+    "MLP kernels": r"relu_squared",
+    "LM head": r"nvjet_(sm\d+_)?[qr]{2}|e4m3|e5m2|_scaled_mm|fp8_",
+    "matmuls": r"gemm|nvjet|cutlass|wgmma|xmma|product_kernel|aten::(add)?mm",
     "communication": r"nccl|gloo|c10d",
-    "copies": r"Memcpy|Memset|copy_|transpose_kernel|quantize_kernel",
+    "copies, quantization": r"Memcpy|Memset|copy_|transpose_kernel|quantize_kernel",
 }
-SHOWN = [*list(KINDS)[1:], OTHER, "idle"]
+SHOWN = [*KINDS, "optimizer", "idle"]
 
 
 def kind_of(kernel: str) -> str:
     return next((kind for kind, name in KINDS.items() if re.search(name, kernel, re.I)), OTHER)
 
 
-def kernel_times(prof: Any, dry: bool) -> tuple[dict[str, float], float]:
-    """Seconds by kernel, and seconds in which at least one ran; on a CPU by operator."""
-    times: dict[str, float] = defaultdict(float)
-    if dry:
-        for event in prof.key_averages():
-            times[event.key] += event.self_cpu_time_total / 1e6
-        return times, sum(times.values())
-    spans = []
+def profiled(bench: Bench, work: Callable[[], None]) -> tuple[Any, Counter, Counter, float, float]:
+    """The profile; seconds and calls by kernel, on a CPU by operator; seconds in which at least one
+    ran; seconds in all."""
+    kinds = torch.autograd.DeviceType
+    bench.synchronize()
+    with torch.profiler.profile() as prof:  # of the CPU, and of a GPU if there is one
+        started = time.perf_counter()
+        work()
+        bench.synchronize()
+        wall = time.perf_counter() - started
+    times, calls, spans = Counter(), Counter(), []
     for event in prof.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name] += (event.time_range.end - event.time_range.start) / 1e6
-            spans.append((event.time_range.start, event.time_range.end))
+        if event.device_type == (kinds.CPU if bench.dry else kinds.CUDA):
+            start, end = event.time_range.start, event.time_range.end
+            times[event.name] += (event.self_cpu_time_total if bench.dry else end - start) / 1e6
+            calls[event.name] += 1
+            spans.append((start, end))
     busy = end = 0.0
     for start, stop in sorted(spans):
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return times, busy / 1e6
+    return prof, times, calls, busy / 1e6, wall
+
+
+def enter(manager: Any, step: int) -> None:
+    """The manager as it is in this step, which may skip steps before it."""
+    manager.advance_schedule(step)
+    if manager.optimizer.tied and step > manager.split_step:
+        manager.optimizer.split_tied()
 
 
 def profile(bench: Bench) -> tuple[str, Any]:
-    """Two steps of each stage under the profiler, without Adam and with it, in one process."""
-    import train_gpt
-    from runtime.ranks import Ranks
-
+    """Two steps of each stage under the profiler, without Adam and with it, in one process; the mean
+    of both, class by class, beside the floor."""
     h = bench.settings()
-    started = time.perf_counter()
-    train_gpt.warm_up(bench.manager(h), Ranks(0, 1, bench.device))
-    text = f"Warm-up: {time.perf_counter() - started:.0f} s.\n\n"
-    manager = bench.manager(h)
-    rows, tops, data = [], [], []
+    text = f"Warm-up: {bench.warm_up:.0f} s. ms of the mean step of two, and the H100's floor.\n\n"
+    manager = bench.manager(h, train_gpt)
+    columns, tops, data = {}, [], []
     for stage, steps in stages_of(h).items():
         if stage == "extension":  # stage 3 with wider windows
             continue
         even = [step for step in steps[:-1] if step % 2 == 0][:2][-1]
-        for step in (even, even + 1):
-            manager.advance_schedule(step)
-            if manager.optimizer.tied and step > manager.split_step:
-                manager.optimizer.split_tied()
-            batch = bench.batch(h, manager.current.batch_tokens // h.micro_batches)
+        both = bench.batches(h, even, 2)
+        measured = dict.fromkeys(SHOWN, 0.0)
+        for step, batches in zip((even, even + 1), both):
+            enter(manager, step)
             kind = f"{stage}, {'Adam' if step % 2 else 'NorMuon alone'}"
-
-            def passes() -> None:
-                for _ in range(h.micro_batches):
-                    manager.model(*batch, manager.forward_schedule()).backward()
-                    manager.optimizer.accumulate()
-
+            passes = functools.partial(bench.passes, manager, batches)
             update = functools.partial(manager.step_optimizers, step)
             for part, work in (("model", passes), ("optimizer", update)):
-                prof, wall = profiled(bench, work)
-                times, busy = kernel_times(prof, bench.dry)
+                prof, times, calls, busy, wall = profiled(bench, work)
                 shares = dict.fromkeys(SHOWN, 0.0) | {"idle": max(0.0, wall - busy)}
                 for name, seconds in times.items():
-                    shares[kind_of(name)] += seconds
-                parts = [f"{seconds / wall:.0%}" for seconds in shares.values()]
+                    shares["optimizer" if part == "optimizer" else kind_of(name)] += seconds
+                for name, seconds in shares.items():
+                    measured[name] += seconds / 2
                 label = f"{kind}, {part}"
-                rows.append([label, 1000 * wall, *parts])
-                top = sorted(times.items(), key=lambda item: -item[1])[:8]
-                tops += [[label, name[:90], 1000 * t, f"{t / wall:.0%}"] for name, t in top]
+                top = [(x, calls[x], 1e3 * t, 1e6 * t / calls[x]) for x, t in times.most_common(40)]
+                tops += [[label, name[:90], *numbers] for name, *numbers in top[:8]]
                 data.append(dict(step=label, seconds=wall, shares=shares, top=top))
                 if part == "model" and not bench.dry:
                     name = f"{bench.report.name}-{kind}.trace.json.gz"
                     path = bench.report.with_name(name.replace(", ", "-").replace(" ", "-"))
                     prof.export_chrome_trace(str(path))
-    text += markdown(["step", "ms", *SHOWN], rows) + "\n\n"
-    return text + markdown(["step", "kernel", "ms", "of the step"], tops), data
+        columns[stage] = measured
+        columns[f"{stage}, floor"] = floor(even, h, sum(both, []))
+    rows = [[name, *(1000 * x.get(name, 0.0) for x in columns.values())] for name in SHOWN]
+    rows.append(["**step**", *(1000 * sum(x.values()) for x in columns.values())])
+    text += markdown(["class", *columns], rows) + "\n\n"
+    return text + markdown(["step", "kernel", "calls", "ms", "µs a call"], tops), data
 
 
-def profiled(bench: Bench, work: Callable[[], None]) -> tuple[Any, float]:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if not bench.dry:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    bench.synchronize()
-    with torch.profiler.profile(activities=activities) as prof:
-        started = time.perf_counter()
-        work()
+STEPS = 6  # of a stage that section `step` times
+
+
+def step(bench: Bench) -> tuple[str, Any]:
+    """The last steps of each stage, nothing profiled: medians of model and optimizer between CUDA
+    events, and wall time, beside the floor."""
+    h = bench.settings()
+    text = f"Warm-up: {bench.warm_up:.0f} s.\n\n"
+    manager = bench.manager(h, train_gpt)
+    rows, data = [], []
+    for stage, steps in stages_of(h).items():
+        chosen = steps[-1 - STEPS :]
+        batches = bench.batches(h, chosen[0], len(chosen))
+        marks = []
+        for number, own in zip(chosen, batches):
+            if number == chosen[1]:  # the first is not timed
+                bench.synchronize()
+                started = time.perf_counter()
+            enter(manager, number)
+            marks.append([number, bench.mark()])
+            bench.passes(manager, own)
+            marks[-1].append(bench.mark())
+            manager.step_optimizers(number)
+            marks[-1].append(bench.mark())
         bench.synchronize()
-        wall = time.perf_counter() - started
-    return prof, wall
+        wall = (time.perf_counter() - started) / (len(chosen) - 1)
+        times = defaultdict(list)
+        for number, first, second, third in marks[1:]:
+            times["model"].append(bench.between(first, second))
+            times["Adam" if number % 2 else "NorMuon alone"].append(bench.between(second, third))
+        least = floor(chosen[1], h, sum(batches[1:], []))
+        limit = sum(least.values())
+        data.append(dict(stage=stage, wall=wall, times=times, floor=least))
+        parts = (times[name] for name in ("model", "NorMuon alone", "Adam"))
+        parts = [1000 * statistics.median(x) if x else "" for x in parts]
+        rows.append([stage, *parts, 1000 * wall, 1000 * limit, wall / limit])
+    head = ["stage", "model, ms", "NorMuon alone", "with Adam", "a step, wall"]
+    return text + markdown([*head, "floor of an H100", "times that"], rows), data
 
 
-ALL = (environment, attention, model, run, profile)
+ROUNDS = 12  # of section `ab`
+
+
+@contextlib.contextmanager
+def constants(changes: Iterable[str], script: ModuleType) -> Iterator[None]:
+    """Inside, constants have other values: "triton_kernels.LOSS.WIDTH=512" is an entry of a dict;
+    "train_gpt.MUDD_SCALE=0.2" is the script's. Raises KeyError for an unknown one."""
+    before = []
+    try:
+        for change in changes:
+            place, _, value = change.partition("=")
+            module, *path, last = place.split(".")
+            values = vars(script if module == "train_gpt" else importlib.import_module(module))
+            for name in path:
+                values = values[name]
+            before.append((values, last, values[last]))
+            values[last] = ast.literal_eval(value)
+        yield
+    finally:
+        for values, last, value in reversed(before):
+            values[last] = value
+
+
+def ab(bench: Bench) -> tuple[str, Any]:
+    """Forward and backward of one micro-batch of the first and the last stage: the script and each
+    --variant in turn, in one process. Each has its own module of the script, and compiles anew."""
+    h = bench.settings()
+    variants, rows, data = [], [], []
+    for name in ("train_gpt.py", *bench.variants):
+        changes = [word for word in name.split() if "=" in word]
+        own = [word for word in name.split() if "=" not in word] or [ROOT / "train_gpt.py"]
+        script = load_script(Path(own[0]).resolve(), f"variant_{len(variants)}")
+        changed = functools.partial(constants, changes, script)
+        with changed():
+            manager = bench.manager(script.Hyperparameters(**vars(h)), script)
+        variants.append((name, changed, manager, []))
+    for stage in ("stage 1", "stage 3"):
+        number = stages_of(h)[stage][0]
+        batch = bench.batches(h, number, 1)[0][:1]
+        for *_, times in variants:
+            times.clear()
+        for _ in range(1 + ROUNDS):
+            for _, changed, manager, times in variants:
+                with changed():
+                    enter(manager, number)
+                    bench.passes(manager, batch)  # the host gets ahead, as in a step
+                    start = bench.mark()
+                    bench.passes(manager, batch)
+                    end = bench.mark()
+                    bench.synchronize()
+                times.append(bench.between(start, end))
+        first = statistics.median(variants[0][-1][1:])
+        for name, _, _, (_, *times) in variants:  # the first round compiles
+            median = statistics.median(times)
+            spread = abs(statistics.median(times[::2]) / statistics.median(times[1::2]) - 1)
+            rows.append([stage, name, 1000 * median, f"{median / first:.4f}", f"{spread:.2%}"])
+            data.append(dict(stage=stage, variant=name, seconds=times))
+    text = f"Medians of {ROUNDS} rounds; A/A: every second round against the others.\n\n"
+    return text + markdown(["stage", "variant", "ms", "of the first", "A/A"], rows), data
+
+
+ALL = (environment, attention, model, run, profile, step, ab)
 SECTIONS: dict[str, Callable[[Bench], tuple[str, Any]]] = {x.__name__: x for x in ALL}
 
 
 # -----------------------------------------------------------------------------
 # The report
+
+SMI = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits")
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple[float, float]]]:
+    """Inside, the list grows once a second by each GPU's clock in MHz and power in W."""
+    seen, over = [], threading.Event()
+
+    def look() -> None:
+        while shutil.which(SMI[0]) and not over.wait(1):
+            said = subprocess.run(SMI, capture_output=True, text=True).stdout
+            seen.extend((float(x), float(y)) for x, y in re.findall(r"([\d.]+), ([\d.]+)", said))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    yield seen
+    over.set()
+    thread.join()
 
 
 def write_report(bench: Bench, results: dict[str, dict]) -> None:
@@ -410,16 +550,20 @@ def write_report(bench: Bench, results: dict[str, dict]) -> None:
 
 def result_of(section: str, bench: Bench) -> dict[str, Any]:
     started, failure = time.perf_counter(), ""
-    try:
-        text, data = SECTIONS[section](bench)
-    except SectionError as error:
-        failure, text, data = str(error), error.text, error.data
-    except Exception as error:  # one section's fault must not cost the others their turn
-        failure, data = f"{type(error).__name__}: {error}", {}
-        text = f"```\n{traceback.format_exc()}\n```"
+    with watched() as seen:
+        try:
+            text, data = SECTIONS[section](bench)
+        except SectionError as error:
+            failure, text, data = str(error), error.text, error.data
+        except Exception as error:  # one section's fault must not cost the others their turn
+            failure, data = f"{type(error).__name__}: {error}", {}
+            text = f"```\n{traceback.format_exc()}\n```"
     seconds = time.perf_counter() - started
+    for name, values in zip(("MHz", "W"), zip(*seen)):
+        middle = statistics.median(values)
+        text += f"\n\n{name}: median {middle:.0f}, {min(values):.0f} to {max(values):.0f}"
     print(f"{section}: {'FAILED: ' + failure if failure else 'ok'} ({seconds:.0f} s)", flush=True)
-    return dict(failure=failure, seconds=seconds, text=text, data=data)
+    return dict(failure=failure, seconds=seconds, text=text, data=data, clock_and_power=seen)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -427,6 +571,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--section", default=",".join(SECTIONS), help="by comma: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="the same code on a CPU, tiny sizes")
+    parser.add_argument("--variant", action="append", default=[], help="in section ab: a script, or "
+        "constants such as triton_kernels.LOSS.WIDTH=512, or both; may be repeated")  # fmt: skip
     parser.add_argument("--output", type=Path, default=ROOT / "records", help="of the report")
     parser.add_argument("--cache", type=Path, help="shards, compiled kernels (~/.cache/bankrun)")
     args = parser.parse_args(argv)
@@ -443,7 +589,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("TRITON_CACHE_DIR", f"{cache}/triton")
         for folder in (cache, args.output):
             folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(args.dry_run, Path(scratch), cache, args.output)
+        bench = Bench(args.dry_run, Path(scratch), cache, args.output, args.variant)
         name = f"{datetime.date.today()}-{'dry-run' if bench.dry else bench.gpu}"
         bench.report = args.output / re.sub(r"[^\w-]+", "-", name)
         if bench.report.with_suffix(".md").exists():

@@ -93,6 +93,7 @@ def test_quantizing_an_mlp_costs_one_pass_over_its_input(graphs: dict) -> None:
     forward = graphs["fp8 mlp"][0]["kernels"]
     bytes_ = [k["bytes"] for k in forward if k["kind"] == "generated" and [T, DIM] in k["shapes"]]
     assert bytes_ == [2 * X + 2 * 4 * T, 1.5 * X + 4]
+    assert [k["name"] for k in forward if k["kind"] == "fp8 kernel"] == ["relu_squared_kernel"]
 
 
 @pytest.mark.parametrize("name", bench_kernels.cases())
@@ -128,6 +129,8 @@ TIMES = [
     ({"kind": "product", "flops": 1.0}, codegen.TINY_PRODUCT),
     ({"kind": "kernel", "bytes": 2.9e9, "programs": 33}, 4e-3),  # a quarter of the processors
     ({"kind": "kernel", "flops": 5.4e11, "programs": 198}, 4e-3 / 3),  # one wave and a half: two
+    ({"kind": "fp8 kernel", "flops": 1e12}, 1e-3),
+    ({"kind": "fp8 kernel", "flops": 1e12, "bytes": 5.8e9}, 2e-3),
 ]
 
 
@@ -152,7 +155,7 @@ PATHS = {
     "embeddings": dict(targets=["aten.embedding.default"]),
     "idea()": dict(paths=[[*HIDDEN_STATES, "s.py:idea"]]),
     "loss, quantisation": dict(kind="kernel", name="loss_kernel"),
-    "MLP kernels": dict(kind="kernel", flops=1e12),
+    "MLP kernels": dict(kind="fp8 kernel", name="relu_squared_kernel", flops=1e12),
     "gates' matmuls": dict(kind="product", flops=1e7),
     "small": dict(bytes=9e5),
 }

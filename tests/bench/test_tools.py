@@ -1,14 +1,18 @@
-"""bench/communication.py, gpu.py, kernels.py, resumes.py: what they print is what the code does."""
+"""bench/communication.py, floors.py, gpu.py, resumes.py: what they print is what the code does."""
 
 import json
+import os
 import re
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from bench import communication, gpu
+import triton_kernels as tk
+from bench import communication, floors, gpu
 from common import ROOT, SCRIPT, options, run_fresh, train_gpt
 
 README = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
@@ -27,12 +31,49 @@ def test_the_readme_shows_the_sums_of_communication(capsys: pytest.CaptureFixtur
     assert len(lines) == 3 and [line for line in lines if line not in README] == []
 
 
+# floors.py
+
+
+def test_keys_are_those_of_the_document_and_the_window() -> None:
+    """Two tokens are two and three positions: 1 + 2, and 1 + 2 + 2 with a window of one."""
+    assert floors.mean_keys(np.array([2, 3]), 1) == 8 / 5
+    assert floors.mean_keys(np.array([1, 3]), 100, 2) == (1 + 2 + sum(range(7))) / 8
+    found = floors.mean_keys(np.array([700]), 128)
+    assert found == sum(min(i + 1, 129) for i in range(700)) / 700
+
+
+def test_a_floor_is_what_one_computes_by_hand() -> None:
+    """Of the last stage: 393,216 tokens, windows of 640 and 1,408 positions; a document a micro-batch."""
+    h, T = train_gpt.Hyperparameters(), 24 * 16384
+    batch = (None, None, torch.tensor([0, 2000, 2000]))
+    found = floors.floor(h.num_scheduled_iterations - 1, h, [batch])
+    assert found["MLP kernels"] == pytest.approx(
+        2 * T * 11 * 768 * 3072 * (1 / 1.5e15 + 1 / 7.9e14)
+    )
+    assert found["LM head"] == pytest.approx(3 * 2 * T * 768 * 50304 / 1.5e15)
+    seen = {
+        window: sum(min(i, window + 1) for i in range(1, 2001)) / 2000 for window in (640, 1408)
+    }
+    paired = sum(min(i, 641) for i in range(1, 4001)) / 4000
+    # Five queries by keys backward, two forward: of four plain short layers, two long, four paired.
+    keys = 4 * seen[640] + 2 * seen[1408] + 4 * paired
+    assert found["attention"] == pytest.approx(7 * 2 * T * 768 * keys / 6e14)
+    assert sum(found.values()) > sum(floors.floor(h.num_scheduled_iterations - 1, h).values())
+
+
+def test_the_readme_shows_the_sums_of_the_floors(capsys: pytest.CaptureFixture) -> None:
+    floors.main()
+    sums = re.findall(r"[\d.]+", capsys.readouterr().out.splitlines()[-1])
+    assert "{:.0f}, {:.0f} and {:.0f} ms, by this".format(*map(float, sums)) in README
+
+
 # gpu.py
 
 
 @pytest.mark.slow
 def test_every_section_of_a_dry_run_passes_and_reports(tmp_path: Path) -> None:
-    done = tool("gpu.py", "--dry-run", f"--output={tmp_path}")
+    variant = f"{SCRIPT} triton_kernels.SOFTCAP=20.0"
+    done = tool("gpu.py", "--dry-run", f"--output={tmp_path}", f"--variant={variant}")
     assert done.returncode == 0, done.stdout + done.stderr
     (report,) = tmp_path.glob("*.md")
     assert "Failed: nothing" in report.read_text()
@@ -45,6 +86,11 @@ def test_every_section_of_a_dry_run_passes_and_reports(tmp_path: Path) -> None:
     assert [x["stage"] for x in stages] == names and all(x["seconds"] > 0 for x in stages)
     # Of each stage, with Adam or not, model and optimizer.
     assert len(found["profile"]["data"]) == 3 * 2 * 2
+    assert all(len(x["top"]) == 40 for x in found["profile"]["data"] if "model" in x["step"])
+    assert [x["stage"] for x in found["step"]["data"]] == names
+    expected = [(x, y) for x in ("stage 1", "stage 3") for y in ("train_gpt.py", variant)]
+    assert [(x["stage"], x["variant"]) for x in found["ab"]["data"]] == expected
+    assert all(len(x["seconds"]) == 12 for x in found["ab"]["data"])
 
 
 def test_a_failed_check_is_in_the_report_and_leaves_the_others_their_turn(
@@ -70,20 +116,24 @@ def test_stages_are_the_schedules() -> None:
     assert gpu.stages_of(h) == {**thirds, "extension": range(45, 50)}
 
 
-def test_operations_of_a_token_at_the_records_size() -> None:
-    """By hand: ten layers' attention, eleven layers' MLPs, the LM head; twice forward, four times
-    backward."""
-    weights = 10 * 4 * 768 * 768 + 11 * 2 * 3072 * 768 + 768 * 50304
-    assert gpu.flops_per_token(train_gpt.Hyperparameters()) == 6 * weights
-
-
 KERNELS = {
-    "triton_per_fused__to_copy_mul_pow_mean_rsqrt_3": "elementwise and other",  # a fused norm
-    "triton_poi_fused_cat_copy_sigmoid_7": "elementwise and other",
-    "transpose_kernel": "copies",
-    "Memcpy DtoD (Device -> Device)": "copies",
-    "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT": "matmuls",
-    "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits>": "attention",
+    "triton_per_fused__to_copy_add_linalg_vector_norm_mul_pow_rsqrt_select_16": "norms, residuals",
+    "triton_red_fused__to_copy_add_addcmul_mul_norm_rotate_backward_sum_15": "norms, residuals",
+    "triton_poi_fused_cat_norm_rotate_copy_sigmoid_7": gpu.OTHER,
+    "triton_poi_fused_bitwise_xor_constant_pad_nd_embedding_remainder_slice_6": "embeddings",
+    "scatter_kernel": "embeddings",
+    "void at::native::radixSortKVInPlace<2, -1, 32, 4, int, long>": "embeddings",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>": (
+        "gradient accumulation"
+    ),
+    "transpose_kernel": "copies, quantization",
+    "quantize_kernel": "copies, quantization",
+    "Memcpy DtoD (Device -> Device)": "copies, quantization",
+    "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT": "matmuls",
+    "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT": "LM head",
+    "relu_squared_kernel": "MLP kernels",
+    "norm_rotate_backward_kernel": "q, k",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>": "attention",
     "loss_kernel": "loss",
 }
 
@@ -93,9 +143,33 @@ def test_a_kernel_is_counted_as_what_it_does(name: str) -> None:
     assert gpu.kind_of(name) == KERNELS[name]
 
 
+def test_constants_change_inside_and_come_back_after_an_error() -> None:
+    before = tk.QUANTIZE["BLOCK"]
+    changes = ["triton_kernels.QUANTIZE.BLOCK=64", "train_gpt.MUDD_SCALE=(2,)"]
+    with pytest.raises(KeyError, match="NONE"):
+        with gpu.constants([*changes, "triton_kernels.QUANTIZE.NONE=1"], train_gpt):
+            pass
+    with pytest.raises(ZeroDivisionError), gpu.constants(changes, train_gpt):
+        assert tk.QUANTIZE["BLOCK"] == 64 and train_gpt.MUDD_SCALE == (2,)
+        raise ZeroDivisionError
+    assert tk.QUANTIZE["BLOCK"] == before and train_gpt.MUDD_SCALE == 0.1
+
+
+def test_clock_and_power_are_read_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 1755, 690.25; echo '[N/A], 1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with gpu.watched() as seen:
+        time.sleep(1.5)
+    assert seen == [(1755.0, 690.25)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("section", ["attention", "model", "run", "profile"])
+@pytest.mark.parametrize("section", ["attention", "model", "run", "profile", "step", "ab"])
 def test_section_passes_on_the_gpu(section: str, tmp_path: Path) -> None:
     done = tool("gpu.py", f"--section={section}", f"--output={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
