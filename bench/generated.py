@@ -219,10 +219,12 @@ def _extern(node: ir.ExternKernel, origins: list[torch.fx.Node]) -> list[Any]:
     kernel.shapes = [_size(x) for x in inputs]
     if product := re.search(r"\b(addmm|baddbmm|bmm|mm|_scaled_mm)\b", name):
         out = _size(node)
-        *_, rows, inner = _size(inputs[-2])
+        # Scales follow the factors of _scaled_mm; what is added comes before those of addmm.
+        left, right = inputs[:2] if product[1] == "_scaled_mm" else inputs[-2:]
+        *_, rows, inner = _size(left)
         kernel.kind = "fp8 product" if product[1] == "_scaled_mm" else "product"
         kernel.flops = 2 * math.prod(out) * inner
-        kernel.shape = f"{rows} × {inner} × {_size(inputs[-1])[-1]}"
+        kernel.shape = f"{rows} × {inner} × {_size(right)[-1]}"
         kernel.bytes = sum(map(_nbytes, inputs)) + _nbytes(node)
         if product[1] in ("addmm", "baddbmm") and _size(inputs[0]) == out:
             # What is added is copied into the result: read, written, and read again there.
