@@ -108,8 +108,9 @@ class Hyperparameters:
     run_id: str = setting("", "name of the log; empty: date, time and a random part")
     sample_tokens: int = setting(0, "tokens to write at the end after each of three prompts", least=0)
     save_every: int = setting(0, "steps between checkpoints in log_dir/run_id, untimed; 0: none", least=0)
+    save_minutes: float = setting(0.0, "minutes between them, by rank 0's clock; 0: none", least=0)
     keep_checkpoints: int = setting(2, "number of checkpoints to keep, the newest ones")
-    resume: str = setting("", "checkpoint to resume, or 'latest'; empty: start a new run", path=True)
+    resume: str = setting("", "checkpoint, 'latest', or 'auto': run_id's, if there is one", path=True)
     # fmt: on
 
     @property
@@ -148,7 +149,15 @@ DEMO = dict(
     val_every=150, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )
 # fmt: on
-PRESETS = {"record": {}, "demo": DEMO}
+# A tenth of the record preset's steps at full width, to judge an idea soon: docs/running.md.
+SHORT = dict(
+    num_scheduled_iterations=136,
+    num_extension_iterations=1,
+    momentum_warmup=30,
+    momentum_cooldown=5,
+    val_every=0,
+)
+PRESETS = {"record": {}, "short": SHORT, "demo": DEMO}
 
 # -----------------------------------------------------------------------------
 # Table 1: parameters. A row is an update rule (Adam, NorMuon) with its settings
@@ -1638,6 +1647,7 @@ def prepare(run: Run) -> TrainingManager:
     # average of the run. What it compiles, the second manager uses.
     manager = ranks.on_all_ranks(build, h, ranks, data.longest, prefixes)
     run.open(manager, data.shards, [arithmetic])
+    run.announce(manager, PRESETS)
     with run.timed_warm_up():
         warm_up(manager, ranks, run.first_step)
         del manager
@@ -1664,9 +1674,12 @@ def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run
     return run.receive_loss()
 
 
-def train(h: Hyperparameters, ranks: Ranks, signals: Signals) -> None:
-    """One run, from the initial weights or a checkpoint to the log's last line. Raises RunError."""
-    with Run(replace(h), ranks, signals, SOURCES) as run:
+def train(
+    h: Hyperparameters, ranks: Ranks, signals: Signals, parse: Callable | None = None
+) -> None:
+    """One run, from the initial weights or a checkpoint to the log's last line. Raises RunError.
+    parse: see Run."""
+    with Run(replace(h), ranks, signals, SOURCES, parse) as run:
         h = run.settings
         manager = prepare(run)
         last = h.total_iterations
@@ -1707,9 +1720,9 @@ def train(h: Hyperparameters, ranks: Ranks, signals: Signals) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Options, ranks, training. Raises RunError, or SystemExit with code 2 for bad options."""
-    h = parse_options(Hyperparameters, PRESETS, argv)
+    parse = functools.partial(parse_options, Hyperparameters, PRESETS, argv)
     with Signals() as signals:
-        train(h, join_ranks(), signals)
+        train(parse(), join_ranks(), signals, parse)
 
 
 if __name__ == "__main__":

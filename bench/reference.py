@@ -364,7 +364,7 @@ class GPT2Settings:
     log_dir: str = setting("logs", "folder of the logs", path=True)
     run_id: str = setting("", "name of the log; empty: date, time and a random part")
     # fmt: on
-    save_every = 0  # no checkpoints; Run asks
+    save_every = save_minutes = 0  # no checkpoints; Run asks
     resume = ""
 
     def lr_multiplier(self, step: int) -> float:
@@ -456,7 +456,7 @@ def train_gpt2(h: GPT2Settings, ranks: Ranks, signals: Signals) -> None:
             loss_of((tokens, tokens.long(), tokens)).backward()
             model.zero_grad()
             validate(1)
-        run.restore(SimpleNamespace(model=model))
+        run.restore(SimpleNamespace(model=model, batch_tokens=lambda step: h.batch_tokens))
         opened = functools.partial(read, train_pattern(h.data), max_doc_len=WHOLE)
         batches = run.read_ahead(opened, h.micro_batches, h.total_iterations)
         last, clock = h.total_iterations, run.clock

@@ -8,7 +8,8 @@ A record is a folder with logs (*.txt) and a record.toml: description, date (yea
 contributors (a list), track (what the record is of), target (the loss to be below). The logs of
 its baseline, made on the same machine, lie in its folder baseline/; or baseline = "NAME" names
 another record. pairs = true compares seed by seed; adopted = false lists it among what was tried
-and not adopted. A page is written between its two marks; other text in it stays.
+and not adopted. A page is written between its two marks; other text in it stays. public.toml has
+the public speedrun's figures of a track, with the command that makes runs of our own.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,6 +36,7 @@ RECORDS = Path(__file__).resolve().parent
 MARKS = ("<!-- history: written by history.py -->", "<!-- history ends -->")
 PAGE_MARKS = ("<!-- record: written by history.py -->", "<!-- record ends -->")
 PICTURE = "comparison.png"
+PUBLIC = "public.toml"
 
 
 @dataclass
@@ -100,19 +103,29 @@ def fenced(text: str) -> str:
     return "```\n" + text.replace("```", "'''").replace("<!--", "<! --") + "\n```"
 
 
-def table(records: dict[str, Record], here: str = "") -> str:
-    """The history: a table a track, newest first, then what was not adopted.
+def read_public(root: Path) -> dict[str, Any]:
+    """By track: `rows`, and `fill`, the command that makes runs. Raises InputError."""
+    path = root / PUBLIC
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def table(records: dict[str, Record], here: str, public: dict[str, Any]) -> str:
+    """The history: a table a track, newest first, public figures last, then what was not adopted.
 
     here: what leads from the page to the records' folders.
     """
     adopted = [record for record in records.values() if record.adopted]
     tables = {}
-    for track in sorted({record.track for record in adopted}):
+    for track in sorted({record.track for record in adopted} | public.keys()):
         tables[track] = [record for record in adopted if record.track == track]
     tables["Tried, not adopted"] = [record for record in records.values() if not record.adopted]
     lines = []
     for title, listed in tables.items():
-        if not listed:
+        others = public.get(title, {"rows": []})
+        if not listed and not others["rows"]:
             continue
         lines += ["", f"### {markdown(title)}", ""]
         lines.append("| record | time | loss | description | date | log | contributors |")
@@ -120,6 +133,10 @@ def table(records: dict[str, Record], here: str = "") -> str:
         for number, record in reversed([*enumerate(listed, 1)]):
             name = str(number) if record.adopted else record.folder.name
             lines.append(table_row(record, records, name, here))
+        lines += map(public_row, others["rows"])
+        if not listed:
+            lines += ["", f"Not run here yet: `{others['fill']}`, then"]
+            lines.append(f"[its record.toml]({here}README.md#submit-a-record), track {title}.")
     return "\n".join([*lines, ""]) if lines else "\nNo record yet.\n"
 
 
@@ -136,6 +153,12 @@ def table_row(record: Record, records: dict[str, Record], name: str, here: str) 
         f"[log]({folder}/{markdown(group.runs[0].path.as_posix())}), of {len(group.runs)}",
         markdown(", ".join(record.contributors)),
     ]
+    return f"| {' | '.join(cells)} |"
+
+
+def public_row(row: dict[str, Any]) -> str:
+    cells = [markdown(row[name]) for name in ("record", "time", "loss", "description", "date")]
+    cells += [f"[log]({row['log']}), of {row['runs']}", "the public speedrun"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -180,10 +203,11 @@ def between(path: Path, marks: tuple[str, str], text: str) -> str:
 def pages(root: Path) -> dict[Path, str]:
     """What README.md of `root`, the one above it if it has a table, and the pages should hold."""
     records = read_records(root)
+    public = read_public(root)
     found = {}
     for readme, here in ((root / "README.md", ""), (root.parent / "README.md", f"{root.name}/")):
         if here == "" or (readme.exists() and MARKS[0] in readme.read_text(encoding="utf-8")):
-            found[readme] = between(readme, MARKS, f"{table(records, here)}\n")
+            found[readme] = between(readme, MARKS, f"{table(records, here, public)}\n")
     return found | {x.folder / "README.md": page(x, records) for x in records.values()}
 
 

@@ -5,6 +5,7 @@
 The logs are FOLDER/NAME/seed0.txt and so on (logs/race-A-B, named by the scripts). At the end
 they are compared pair by pair. Started again, the race goes on where it ended; the log of a run
 that was cut short is kept as seed0.cut1.txt, which compare.py names, and the run is made again.
+What a run has compiled, the next one of either script takes from the caches of PyTorch and Triton.
 """
 
 import argparse

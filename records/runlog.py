@@ -27,7 +27,7 @@ from runtime.sources import RULE, printable
 
 # Settings in which runs of one experiment may differ: the seed, and what is written where.
 OWN_OF_A_RUN = {"seed", "encoding", "log_dir", "run_id", "sample_tokens"}
-OWN_OF_A_RUN |= {"save_every", "keep_checkpoints", "resume"}
+OWN_OF_A_RUN |= {"save_every", "save_minutes", "keep_checkpoints", "resume"}
 
 RULE_LINE = f"\n{RULE}\n".encode()
 SOURCES_END = re.compile(rb"\n={100}\n(?=(?:Running )?Python \d)")

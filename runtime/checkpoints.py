@@ -28,6 +28,7 @@ from runtime.ranks import Ranks
 
 MAGIC = b"bankrun checkpoint 3\n"
 LATEST = "latest"
+AUTO = "auto"  # the latest, or a new run where there is no checkpoint
 
 
 class CheckpointError(ValueError):
@@ -85,9 +86,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(resume: str, log_dir: Path, run_id: str = "") -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that --resume names. 'latest' is the newest usable one of run_id, or of the run
-    in log_dir that saved last. Raises CheckpointError."""
-    if resume != LATEST:
+    """The checkpoint that --resume names. 'latest' or 'auto' is the newest usable one of run_id, or
+    of the run in log_dir that saved last. Raises CheckpointError."""
+    if resume not in (LATEST, AUTO):
         return Path(resume), read_checkpoint(Path(resume))
     folders = [log_dir / run_id] if run_id else [x for x in log_dir.glob("*") if x.is_dir()]
     found = [checkpoints(folder) for folder in folders]
@@ -99,7 +100,9 @@ def find_checkpoint(resume: str, log_dir: Path, run_id: str = "") -> tuple[Path,
             if os.environ.get("RANK", "0") == "0":
                 print(f"skipped {error}", flush=True)
     place = log_dir / (run_id or "*")
-    raise CheckpointError(f"{LATEST}: no usable checkpoint in {place}: --save_every writes them")
+    raise CheckpointError(
+        f"{resume}: no usable checkpoint in {place}: --save_every or --save_minutes writes them"
+    )
 
 
 def check_disk_space(folder: Path, manager: Any, world_size: int, files: int) -> None:

@@ -185,7 +185,8 @@ def check_no_other_optimizer(manager: Any) -> None:
             if isinstance(held, torch.optim.Optimizer):
                 raise ValueError(
                     f"TrainingManager.{name} is a torch.optim.{type(held).__name__}, whose state is "
-                    f"not in checkpoints: use --save_every=0, or make it a row of PARAM_TABLE"
+                    f"not in checkpoints: use --save_every=0 --save_minutes=0, or make it a row of "
+                    f"PARAM_TABLE"
                 )
 
 

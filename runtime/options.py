@@ -13,10 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Settings that say what is written and where: they do not make another run.
 OUTPUT_SETTINGS = frozenset(
-    {"log_dir", "run_id", "save_every", "keep_checkpoints", "resume", "sample_tokens"}
+    {"log_dir", "run_id", "save_every", "save_minutes", "keep_checkpoints", "resume"}
+    | {"sample_tokens"}
 )
 MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data"}  # the tokens are compared
 MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed"}  # of one experiment
+OF_THE_COMMAND = frozenset({"log_dir", "run_id", "resume"})  # say which checkpoint is resumed
 
 
 def setting(
@@ -89,9 +91,17 @@ def _project_path(default: str) -> str:
     return default if Path.cwd() == ROOT else str(ROOT / default)
 
 
-def parse_options(settings: type, presets: dict[str, dict], argv: list[str] | None = None) -> Any:
+def parse_options(
+    settings: type,
+    presets: dict[str, dict],
+    argv: list[str] | None = None,
+    saved: dict[str, Any] | None = None,
+) -> Any:
     """The settings of a preset, changed by --name=value. Without --preset: the first one on a GPU,
-    else the last. A bad option ends the process with code 2, a bad value raises ValueError later."""
+    else the last. A bad option ends the process with code 2, a bad value raises ValueError later.
+
+    saved: the settings of a checkpoint, which come in the preset's place, unless --preset is given.
+    Data that are not where they were are looked for where the preset has them."""
     import torch  # here, because tools that read this module do without
 
     preset = list(presets)[0 if torch.cuda.is_available() else -1]
@@ -100,7 +110,7 @@ def parse_options(settings: type, presets: dict[str, dict], argv: list[str] | No
         usage="%(prog)s [--option=value …]",
         description=f"Train by the speedrun's recipe. The preset on this machine is {preset!r}.",
     )
-    parser.add_argument("--preset", choices=presets, default=preset, help="settings to start from")
+    parser.add_argument("--preset", choices=presets, help="settings to start from")
     types = get_type_hints(settings)
     for field in dataclasses.fields(settings):
         others = [
@@ -118,10 +128,35 @@ def parse_options(settings: type, presets: dict[str, dict], argv: list[str] | No
             help=f"{field.metadata.get('meaning', '')} ({defaults})".replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
-    found = settings(**{**presets[given.pop("preset")], **given})
+    named = given.pop("preset")
+    resumed = {} if named else _resumed_settings(saved or {}, types.keys() - given.keys())
+    found = settings(**{**presets[named or preset], **resumed, **given})
     for field in dataclasses.fields(settings):
         value = getattr(found, field.name)
-        if field.metadata.get("path") and value:
+        if field.metadata.get("path") and value and field.name not in resumed:
             chosen = os.path.expanduser(value) if field.name in given else _project_path(value)
             setattr(found, field.name, chosen)
     return found
+
+
+def _resumed_settings(saved: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Of a checkpoint's settings those of these names that hold for this command too."""
+    kept = {name: x for name, x in saved.items() if name in names - OF_THE_COMMAND}
+    if not Path(kept.get("data", "")).is_dir():  # on another machine
+        kept.pop("data", None)
+    return kept
+
+
+def describe(found: Any, presets: dict[str, dict]) -> str:
+    """The preset from which these settings differ least, and where they do: "demo, --seed=1"."""
+    differ = {}
+    for name, changes in presets.items():
+        preset = type(found)(**changes)
+        differ[name] = [
+            f"--{field.name}={getattr(found, field.name)}"
+            for field in dataclasses.fields(found)
+            if field.name not in MAY_CHANGE_ON_RESUME
+            and getattr(found, field.name) != getattr(preset, field.name)
+        ]
+    nearest = min(differ, key=lambda name: len(differ[name]))
+    return ", ".join([nearest, *differ[nearest]])

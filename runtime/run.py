@@ -2,7 +2,9 @@
 
 import fcntl
 import gc
+import itertools
 import math
+import platform
 import random
 import signal
 import time
@@ -19,14 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import FetchedAhead
-from runtime import checkpoints
+from runtime import checkpoints, forecast
 from runtime.checks import check_no_other_optimizer
-from runtime.log import Log, log_header, machine_facts, peak_memory, settings_text
+from runtime.log import Log, cpu_name, log_header, machine_facts, peak_memory, settings_text
+from runtime.options import describe
 from runtime.ranks import SIGNALS, AgreedError, Ranks, RunError, Signals, Stopped
 from runtime.sources import RULE, Sources, below_path, changes
 
 BAD_DATA = -1  # a reason to stop, besides the numbers of signals
-REASONS = (*SIGNALS, BAD_DATA)
+SAVE = -2  # none to stop, but to save
+REASONS = (*SIGNALS, BAD_DATA, SAVE)
+TIMED_STEPS = range(10, 20)  # since the start: they tell how long the run will take
 
 
 def seed_random(*numbers: int) -> None:
@@ -63,6 +68,12 @@ class Clock:
         working on the last step."""
         running = 0.0 if self.started is None else time.perf_counter() - self.started
         return 1000 * (self.before + running)
+
+
+def machine_name(device: torch.device) -> str:
+    host = zlib.crc32(platform.node().encode())
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return f"{chip}, host {host:08x}"
 
 
 class LossReport:
@@ -105,21 +116,30 @@ class LossReport:
 class Run:
     """One run of a script, from its start or a checkpoint to its log's last line.
 
-    In a with block, all ranks call: open, timed_warm_up, restore, read_ahead; then in each step
-    must_pause, save_or_stop, send_loss, receive_loss, log_step; at the end finish.
-    settings: a dataclass with log_dir, run_id, resume, save_every, keep_checkpoints and
-    total_iterations. The manager is what runtime/checkpoints.py needs."""
+    In a with block, all ranks call: open, announce, timed_warm_up, restore, read_ahead; then in each
+    step must_pause, save_or_stop, send_loss, receive_loss, log_step; at the end finish.
+    settings: a dataclass with log_dir, run_id, resume, save_every, save_minutes, keep_checkpoints
+    and total_iterations. parse(saved) gives them anew, over those of a checkpoint that is resumed;
+    without it they must be the checkpoint's. The manager is what runtime/checkpoints.py needs."""
 
-    def __init__(self, settings: Any, ranks: Ranks, signals: Signals, sources: Sources):
+    def __init__(
+        self,
+        settings: Any,
+        ranks: Ranks,
+        signals: Signals,
+        sources: Sources,
+        parse: Callable[[dict[str, Any]], Any] | None = None,
+    ):
         self.settings = settings
+        self.parse = parse
         self.ranks = ranks
         self.signals = signals
         self.sources = sources
         self.clock = Clock(ranks.device)
         self.first_step = 0
-        self.last_step = settings.total_iterations
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.reason = 0  # to stop: one of REASONS, the same on all ranks
+        self.due = False  # a checkpoint, by --save_minutes
         self.faults: list[str] = []  # of this rank's data
         self.saved_step = -1
         self.not_saved = ""  # the last save's error
@@ -127,7 +147,25 @@ class Run:
         self.lock: Any = None
 
     def __enter__(self) -> Self:
+        """Read the checkpoint to resume. Raises AgreedError."""
+        self.ranks.on_all_ranks(self._read_checkpoint)
+        self.last_step = self.settings.total_iterations
+        self.saves = self.settings.save_every > 0 or self.settings.save_minutes > 0
         return self
+
+    def _read_checkpoint(self) -> None:
+        s = self.settings
+        log_dir = Path(s.log_dir)
+        auto = s.resume == checkpoints.AUTO
+        if auto and not s.run_id:
+            raise ValueError("--resume=auto: needs the run's name, as --run_id=mine")
+        if not s.resume or (auto and not checkpoints.checkpoints(log_dir / s.run_id)):
+            return
+        self.path, self.resumed = checkpoints.find_checkpoint(s.resume, log_dir, s.run_id)
+        self.first_step = self.resumed["step"]
+        self.clock.before = self.resumed["seconds"]
+        if self.parse:
+            self.settings = self.parse(self.resumed["settings"])
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         self.signals.in_training = False
@@ -141,30 +179,26 @@ class Run:
     # Before step 0
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
-        """Check what all ranks must have in common, the checkpoint to resume, and the disk; open the
-        log. Called before the warm-up. shards: contents by name. facts: lines for the log.
+        """Check what all ranks must have in common, what is resumed, and the disk; open the log.
+        Called before the warm-up. shards: contents by name. facts: lines for the log.
         Raises AgreedError."""
         s = self.settings
         ranks = self.ranks
         logged = self.sources.imported()
         same = {name: value for name, value in vars(s).items() if name not in ("data", "log_dir")}
+        same["the first step"] = self.first_step
         ranks.check_same(
             same | shards | {x: zlib.crc32(text.encode()) for x, text in logged.items()}
         )
         self.shards = shards
         self.logged = logged
-        if s.save_every or s.resume:
+        if self.saves or s.resume:
             ranks.on_all_ranks(check_no_other_optimizer, manager)
         log_dir = Path(s.log_dir)
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
-        path = None
-        if s.resume:
-            find = checkpoints.find_checkpoint
-            path, self.resumed = ranks.on_all_ranks(find, s.resume, log_dir, s.run_id)
+        if self.resumed:
             check = checkpoints.check_fits
-            ranks.on_all_ranks(check, path, self.resumed, s, shards, manager)
-            self.first_step = self.resumed["step"]
-            self.clock.before = self.resumed["seconds"]
+            ranks.on_all_ranks(check, self.path, self.resumed, s, shards, manager)
             run_id = self.resumed["run_id"]
         s.run_id = ranks.gather(s.run_id or run_id)[0]
         self.folder = log_dir / s.run_id
@@ -173,7 +207,7 @@ class Run:
 
         if self.resumed:
             lines = self.resumed["log"]["lines"]
-            header = self._resumed_header(path, facts)
+            header = self._resumed_header(facts)
         else:
             lines = ""
             header = log_header(logged, self._environment(facts))
@@ -181,7 +215,8 @@ class Run:
         self.log = ranks.on_all_ranks(Log, log_path, ranks.first, header, lines)
         self.log.show(f"log: {log_path}")
         if self.resumed:
-            self.log.show(f"resumed at step {self.first_step} from {path}")
+            change = self._other_machine()
+            self.log.show(f"resumed at step {self.first_step} from {self.path}{change}")
 
     def _environment(self, facts: list[str]) -> list[str]:
         read = [f"{x!a} {text[-8:]}" for x, text in sorted(self.shards.items()) if "CRC-32" in text]
@@ -193,16 +228,22 @@ class Run:
             f"{script} {settings_text(self.settings)}",
         ]
 
-    def _resumed_header(self, path: Path, facts: list[str]) -> str:
+    def _resumed_header(self, facts: list[str]) -> str:
         """The header of the run so far, with a note where, on what machine and with which changes to
         the sources it goes on."""
         diff = changes(self.resumed["sources"], self.logged)
         with_source = (
             f"changed source, {len(diff)} lines of difference" if diff else "the same source"
         )
-        note = f"resumed at step {self.first_step} from {path.name}, with {with_source}"
+        note = f"resumed at step {self.first_step} from {self.path.name}, with {with_source}"
+        note += self._other_machine()
         header = self.resumed["log"]["header"].removesuffix(RULE)
         return header + "\n".join([note, *self._environment(facts), *diff, RULE])
+
+    def _other_machine(self) -> str:
+        was = self.resumed.get("machine", "")
+        now = machine_name(self.ranks.device)
+        return f", on another machine: {now}, before it {was}" if was not in ("", now) else ""
 
     def _check_place(self, manager: Any) -> None:
         """On rank 0, raise ValueError or OSError if this run cannot write where it should."""
@@ -224,16 +265,34 @@ class Run:
                 f"--resume=latest, or give another --run_id"
             )
         if not self.resumed and log.exists():
-            raise ValueError(f"--run_id={s.run_id}: {log} exists: give another --run_id")
+            if s.resume != checkpoints.AUTO:
+                raise ValueError(f"--run_id={s.run_id}: {log} exists: give another --run_id")
+            aside = (log.with_suffix(f".cut{i}.txt") for i in itertools.count(1))
+            log.rename(next(path for path in aside if not path.exists()))
         if self.resumed and log.exists():
             own = self.resumed["log"]["header"].partition(f"\n{RULE}\n")[0]
             if not log.read_bytes().startswith(own.encode()):
                 raise ValueError(f"{log} is not the log of the checkpoint's run: move it away")
-        if s.save_every:
+        if self.saves:
             present = len(checkpoints.checkpoints(self.folder))
-            coming = 1 + (self.last_step - self.first_step) // s.save_every
+            every = 1 if s.save_minutes else s.save_every
+            coming = 1 + (self.last_step - self.first_step) // every
             files = min(coming, max(1, s.keep_checkpoints + 1 - present))
             checkpoints.check_disk_space(self.folder, manager, self.ranks.world_size, files)
+
+    def announce(self, manager: Any, presets: dict[str, dict]) -> None:
+        """Show what the run will do, and whether it fits the GPU's memory. Nothing is compiled yet."""
+        s = self.settings
+        ranks = self.ranks
+        batches = [manager.batch_tokens(step) for step in range(self.last_step)]
+        places = "GPU" if ranks.device.type == "cuda" else "CPU rank"
+        self.log.show(forecast.plan(describe(s, presets), batches, ranks.world_size, places))
+        if ranks.device.type == "cuda":
+            free = torch.cuda.mem_get_info(ranks.device)[0]
+            free += torch.cuda.memory_reserved(ranks.device)  # by this process
+            advice = forecast.advice(s, manager, max(batches), ranks.world_size, free)
+            if advice:
+                self.log.show(advice)
 
     @contextmanager
     def timed_warm_up(self) -> Iterator[None]:
@@ -253,6 +312,9 @@ class Run:
         parameters = sum(param.numel() for param in manager.model.parameters())
         self.log.show(f"{parameters:,} parameters, {self.ranks.world_size} ranks")
         self.signals.in_training = True
+        batches = map(manager.batch_tokens, range(self.last_step))
+        self.tokens = [0, *itertools.accumulate(batches)]  # before each step
+        self.saved_at = time.perf_counter()
         gc.collect()  # garbage of the warm-up, not within a step
         gc.freeze()
 
@@ -274,11 +336,15 @@ class Run:
     def send_loss(self, step: int, loss: Tensor) -> None:
         """Start to reduce a step's loss over the ranks. loss: 0-dim, per token, of this rank."""
         self.step = step
-        self.report = LossReport(loss, self._own_reason(), self.ranks)
+        minutes = (time.perf_counter() - self.saved_at) / 60
+        is_due = self.ranks.first and 0 < self.settings.save_minutes <= minutes
+        self.report = LossReport(loss, self._own_reason() or is_due * SAVE, self.ranks)
 
     def receive_loss(self) -> float:
         """The mean loss of all ranks. Raises AgreedError, naming parameters, if it is not finite."""
-        loss, self.reason = self.report.read()
+        loss, reason = self.report.read()
+        self.due = reason == SAVE
+        self.reason = 0 if self.due else reason
         if not math.isfinite(loss):
             raise AgreedError(
                 f"the training loss is {loss} at step {self.step}: stopped before its update; "
@@ -298,23 +364,34 @@ class Run:
         return "weights and gradients are finite"
 
     def log_step(self, line: str, loss: float) -> None:
-        """Write a step's line. A terminal shows it as one live line, with loss and time left."""
+        """Write a step's line. A terminal shows it as one live line, with loss and time left, by
+        tokens. After some steps a line tells how long the run will take."""
         done = self.step + 1
-        left = int(self.clock.ms() / 1000 / done * (self.last_step - done))
+        seconds = self.clock.ms() / 1000
+        left = int(seconds * (self.tokens[-1] / self.tokens[done] - 1))
         live = f"{line} loss:{loss:.4f} {left // 60}:{left % 60:02d} left"
         self.log.write_step(line, live)
+        since = done - self.first_step
+        if since == TIMED_STEPS.start:
+            self.timed = (self.tokens[done], seconds)
+        elif since == TIMED_STEPS.stop and done < self.last_step:
+            tokens, before = self.timed
+            rate = (self.tokens[done] - tokens) / (seconds - before)
+            ahead = itertools.pairwise(self.tokens[done:])
+            self.log.show(forecast.minutes([after - x for x, after in ahead], rate))
 
     # Between steps
 
     def must_pause(self, step: int) -> bool:
         """Whether a checkpoint is due before `step`, or all ranks have agreed to stop."""
         every = self.settings.save_every
-        on_schedule = every > 0 and (step % every == 0 or step == self.last_step)
-        return bool(self.reason) or (on_schedule and step > self.first_step)
+        on_schedule = self.due or (every > 0 and step % every == 0)
+        at_end = self.saves and step == self.last_step
+        return bool(self.reason) or ((on_schedule or at_end) and step > self.first_step)
 
     def save_or_stop(self, step: int) -> None:
         """Save if that is due. Raises Stopped after a signal, AgreedError after bad data; both save
-        first, if --save_every is on. The clock must stand."""
+        first, if saving is on. The clock must stand."""
         if self.must_pause(step) and not self.reason:
             self.log.show(self._save(step))
         self.stop_if_signalled(step)
@@ -329,8 +406,7 @@ class Run:
         """Raises as save_or_stop does, if a signal has arrived or data are bad."""
         if not self.reason:
             return
-        saves = self.settings.save_every > 0
-        saved = self._save(step) if saves else "no checkpoint, as --save_every=0"
+        saved = self._save(step) if self.saves else "no checkpoint, as --save_every=0"
         faults = [
             f"rank {rank}: {text}"
             for rank, texts in enumerate(self.ranks.gather(self.faults[:1]))
@@ -360,6 +436,7 @@ class Run:
             "shards": dict(self.shards),
             "course": checkpoints.course(self.manager, step),
             "sources": self.logged,
+            "machine": machine_name(self.ranks.device),
             "log": {"header": self.log.header, "lines": self.log.lines},
             "state": state,
         }
@@ -373,6 +450,7 @@ class Run:
 
         self.not_saved = self.ranks.gather(self.ranks.on_first(write))[0]
         self.saved_step = step
+        self.saved_at = time.perf_counter()
         if self.not_saved:
             self.log.write(self.not_saved, console=False)
         return self.not_saved or f"checkpoint {path}"

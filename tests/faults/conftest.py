@@ -49,6 +49,12 @@ def train(shards, tmp_path, lines_of):
 
 
 @pytest.fixture
+def train_command():
+    """train_command([--name=value, …]) runs to the end."""
+    return train_idea
+
+
+@pytest.fixture
 def error_of(train):
     """error_of(**options) is the one line of the error that ends the run."""
 

@@ -186,8 +186,13 @@ def test_a_checkpoint_of_other_data_or_another_schedule(
     assert "schedule: tokens was" in error
 
 
-def test_no_checkpoint_to_resume(early_error_of):
-    assert early_error_of(resume="latest").startswith("latest: no usable checkpoint in ")
+def test_no_checkpoint_to_resume(early_error_of, checkpoint):
+    """With auto a run may begin, but not where its checkpoints are damaged."""
+    assert "--resume=auto: needs the run's name" in early_error_of(resume="auto", run_id="")
+    for path in checkpoint.parent.iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    for resume in ("latest", "auto"):
+        assert early_error_of(resume=resume).startswith(f"{resume}: no usable checkpoint in ")
 
 
 def test_no_disk_space_for_checkpoints(early_error_of, monkeypatch):

@@ -4,13 +4,18 @@ import os
 import re
 import resource
 import signal
+import time
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from common import tiny_settings, train_gpt, unequal
+from runtime import run
 from runtime.checkpoints import load_whole_state, read_checkpoint, whole_state, write_checkpoint
-from runtime.ranks import Ranks, Signals
+from runtime.ranks import Ranks, RunError, Signals
+from runtime.run import machine_name
 
 # -----------------------------------------------------------------------------
 # Resume
@@ -33,6 +38,63 @@ def test_a_resumed_run_ends_on_the_same_bits(train, checkpoint, finished, lines_
     text = log.read_text()
     assert "\nresumed at step 3 from step_000003.pt, with the same source\n" in text
     assert re.search(r"step:8/8 val_loss:\S+ train_time:100\d{4}ms", text)
+
+
+def test_one_command_begins_and_resumes_a_run(train, finished, tmp_path, monkeypatch, capsys):
+    """Killed before its first checkpoint, then in a step, then let be: it ends on the same bits."""
+    given = dict(resume="auto", save_minutes=1e-9)
+    for step, begins in ((0, True), (5, True), (9, False)):
+        child = os.fork()
+        if not child:
+            forward_backward = train_gpt.forward_backward
+
+            def kill(at, *args):
+                if at == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return forward_backward(at, *args)
+
+            monkeypatch.setattr(train_gpt, "forward_backward", kill)
+            train(**given)
+            os._exit(0)
+        os.waitpid(child, 0)
+        text = (tmp_path / "logs/run.txt").read_text()
+        assert ("\nresumed at step" not in text) == begins
+    assert "\nresumed at step 5 from step_000005.pt, with the same source\n" in text
+    assert "step:0/8 val_loss" in (tmp_path / "logs/run.cut1.txt").read_text()
+    assert unequal(state_in(finished), state_in(tmp_path / "logs")) == []
+
+
+def test_a_resume_needs_none_of_the_options_and_names_another_machine(
+    checkpoint, finished, train_command, capsys
+):
+    """The settings are the checkpoint's. One that is given and contradicts it is refused."""
+    command = ["--resume=auto", "--run_id=run", f"--log_dir={checkpoint.parents[1]}"]
+    for step in (6, 8):
+        checkpoint.with_name(f"step_{step:06d}.pt").unlink()
+    of_another = {"machine": "NVIDIA H100, host 1"}
+    write_checkpoint(checkpoint, read_checkpoint(checkpoint) | of_another, 9)
+    with pytest.raises(RunError, match="--adam_lr_scale was 1.5, is 0.5"):
+        train_command([*command, "--adam_lr_scale=0.5"])
+    train_command(command)
+    assert unequal(state_in(finished), state_in(checkpoint.parents[1])) == []
+    machine = rf"{re.escape(machine_name(torch.device('cpu')))}, before it NVIDIA H100, host 1\n"
+    for text in (capsys.readouterr().out, (checkpoint.parents[1] / "run.txt").read_text()):
+        assert re.search(rf"resumed at step 3 from .*, on another machine: {machine}", text)
+
+
+def save_by_the_clock(rank, world_size, shards, folder):
+    """Rank 1's clock stands still."""
+    ranks = Ranks(rank, world_size, torch.device("cpu"))
+    h = tiny_settings(shards, folder, save_minutes=1e-9, keep_checkpoints=9)
+    still = SimpleNamespace(perf_counter=lambda: 0.0, strftime=time.strftime)
+    with Signals() as signals, patch.object(run, "time", still if rank else time):
+        train_gpt.train(h, ranks, signals)
+
+
+def test_all_ranks_save_by_the_clock_of_the_first(run_ranks, shards, tmp_path):
+    run_ranks(2, save_by_the_clock, shards, tmp_path)
+    kept = sorted(os.listdir(tmp_path / "logs/run"))
+    assert kept == [f"step_00000{step}.pt" for step in range(1, 9)]
 
 
 def test_a_script_with_windows_line_ends_is_resumed(train, monkeypatch, capsys):

@@ -50,6 +50,21 @@ def test_tables_a_track_newest_first_and_what_was_not_adopted_apart(root):
     assert "| 80.760 s | 3.2700 | About Second | 2026-02-01 |" in text
 
 
+def test_public_figures_stand_below_ours_and_ask_for_runs_where_there_are_none(root):
+    row = 'record = "public 1"\ntime = "70 s"\nloss = "3.27"\ndescription = "d"\ndate = "2026-01-01"\n'
+    row += 'log = "https://x"\nruns = 4\n'
+    tracks = ("8xH100", "1xH100")
+    parts = [f'["{x}"]\nfill = "./run.sh"\n[["{x}".rows]]\n{row}' for x in tracks]
+    (root / history.PUBLIC).write_text("".join(parts))
+    make_record(root, "First")
+    history.main([], root)
+    text = (root / "README.md").read_text()
+    one, eight = text.partition("### 8xH100")[::2]
+    public = "| public 1 | 70 s | 3.27 | d | 2026-01-01 | [log](https://x), of 4 |"
+    assert public in one and "Not run here yet: `./run.sh`" in one
+    assert eight.index("[1](First/") < eight.index(public) and "Not run" not in eight
+
+
 def test_a_page_compares_with_the_baseline_and_keeps_its_authors_text(root):
     make_record(root, "First")
     make_record(root, "Idea", baseline='"First"', pairs="true")

@@ -42,6 +42,19 @@ def test_options_have_their_fields_types():
     assert (found.dtype, found.every) == ("float32", -1)
 
 
+def test_a_checkpoints_settings_are_the_runs_but_for_what_is_given(tmp_path):
+    """Data that are gone are the preset's; a preset that is given counts as all of its settings."""
+    saved = {"data": str(tmp_path), "steps": 9, "rate": 0.7, "fast": False, "dropped": 1}
+
+    def resume(*arguments: str) -> Settings:
+        return parse_options(Settings, PRESETS, list(arguments), saved)
+
+    assert resume("--rate=0.5") == Settings(str(tmp_path), 9, rate=0.5, fast=False)
+    saved["data"] = "gone"
+    assert resume() == Settings(parse().data, 9, rate=0.7, fast=False)
+    assert resume("--preset=large") == parse("--preset=large")
+
+
 BAD = {
     "--steps=1.5": "argument --steps: invalid int value",
     "--fast=perhaps": "argument --fast: 'perhaps' is neither true nor false",
