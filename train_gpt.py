@@ -1,6 +1,6 @@
 """bankrun: train a GPT-2-class model to a validation loss of 3.28 on FineWeb.
 
-Result so far: the demo on two CPU cores, and 50 steps of the record preset on one H100 (records/).
+Result so far: the demo on two CPU cores, and 50 steps of record 70's recipe on one H100 (records/).
 The arithmetic is proven on CPUs by ./test.sh: every kernel against a reference, 1 to 16 ranks
 against one. The recipe is public record 84 of github.com/KellerJordan/modded-nanogpt with
 record 88's loss. Its logs of 1365 + 10 steps have a mean loss of 3.27848 on 8 H100s (ten, in
@@ -447,7 +447,7 @@ MUDD = (
         "value_c0": 0.0,  # how much of c0, c7 and the stream its attention's values get
         "value_c7": 0.0,
         "value_x": 0.0,
-        "add_c0": 0.0,  # and how much its input
+        "add_c0": 0.0,  # and how much the stream
         "add_c7": 0.0,
         "add_x": 0.0,
         "gate_low": 2.0,  # scale of the value embedding for the first half of the heads
@@ -464,7 +464,8 @@ MUDD = (
 )
 MUDD_HIDDEN = 64  # width of the networks' hidden layer
 MUDD_SCALE = 0.1  # of their outputs
-# Larger ones stay where they start: in bf16 a step of Adam does not reach the next number.
+# Biases from here on stay at their start, also in fp32: in bf16, which the public logs have, a step of
+# Adam does not reach the next number. The networks still move what they belong to.
 MUDD_LEARNT_BELOW = 0.1
 
 # -----------------------------------------------------------------------------
@@ -481,7 +482,7 @@ class Stage(NamedTuple):
     lr: float  # multiplies every learning rate, before the cooldown
     mtp_first: tuple[float, ...]  # multi-token prediction weights at the stage's first step
     mtp_last: tuple[float, ...]  # weights reached, linearly, at the next stage's first step
-    prefix_first: float  # weight of the next token's prefix in the loss, at the stage's first step
+    prefix_first: float  # weight of the next token's prefix, at the first step; bytes have none
     prefix_last: float  # weight reached, linearly, at the next stage's first step
 
 
