@@ -234,9 +234,8 @@ class Adam(ParamConfig):
 
     lr: float = 0.008
     weight_decay: float = 0.005
-    lr_mul: float | tuple[float, ...] = (
-        1.0  # a tuple: by column, its last entry for all that follow
-    )
+    # A tuple: by column; its last entry goes for all columns that follow.
+    lr_mul: float | tuple[float, ...] = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-10
 
@@ -459,7 +458,7 @@ MUDD = (
         "resid_mlp": math.sqrt(1.1),
         "post_mlp": 1.0,
     },
-    # from the stream after the last layer, for its output: how much of these is added
+    # from the stream after the last layer: how much of these it gets; value_embed is layer 1's
     {"c0": 0.0, "c7": -0.5, "c9": 0.0, "value_embed": 0.0, "c3": 0.0},
 )
 MUDD_HIDDEN = 64  # width of the networks' hidden layer
@@ -724,9 +723,9 @@ class GPT(nn.Module):
         scalars = {name: part.unbind() for name, part in zip(SCALARS, parts)}
         sa_lambda = pairs(scalars["sa_lambda"])
         by_column, alpha = self.layer_lambdas.split((len(LAMBDAS), self.num_heads), 1)
-        flat = by_column.flatten().unbind()  # one list: one sum of gradients
-        starts = range(0, len(flat), len(LAMBDAS))
-        lambdas = [dict(zip(LAMBDAS, flat[start:])) for start in starts]
+        flat = by_column.flatten().unbind()  # one list, so that gradients are joined once
+        n = len(LAMBDAS)
+        lambdas = [dict(zip(LAMBDAS, flat[i * n : (i + 1) * n])) for i in range(len(LAYERS))]
         xsa = torch.tanh(alpha).to(self.attn.dtype)  # (11, H)
         # Views of the banks, by layer; None where a layer has none.
         qkv_and_o = self.attn.view(-1, dim).split((3 * dim, dim) * ATTENTION_LAYERS)
@@ -752,7 +751,7 @@ class GPT(nn.Module):
         x = c0 = add_bigram(x, lambdas[0]["bigram"] * bigram)
 
         kept = {"c0": c0, "value_embed": value_embeds[0]}
-        for i, (layer, scale) in enumerate(zip(LAYERS, lambdas)):
+        for i, (layer, factors) in enumerate(zip(LAYERS, lambdas)):
             if layer.add:  # a gated skip connection
                 gate = torch.sigmoid(gate_logits(c0, self.skip_gate))
                 x = x + torch.sigmoid(scalars["skip_lambda"][0]) * 2 * gate * kept[layer.add]
@@ -763,19 +762,19 @@ class GPT(nn.Module):
                 if layer.value_gate:
                     value = self.gated_value(xn, values[i], ve_gate[i])
                 if layer.mudd:
-                    scale = self.token_weights(x, 0)
-                    value, x = self.mudd_inputs(scale, values[i], x, kept)
+                    factors = self.token_weights(x, 0)  # each token's, in place of the layer's
+                    value, x = self.mudd_inputs(factors, values[i], x, kept)
                 # Scaling the weights costs less than scaling activations.
                 W_qkv, W_o = (sa * W for sa, W in zip(sa_lambda[i], attn[i]))
-                scales = (head_gate[i], scale["post_attn"], xsa[i])
+                scales = (head_gate[i], factors["post_attn"], xsa[i])
                 out = attention(xn, W_qkv, W_o, *scales, value, layer, self.yarn, bands[i])
                 # The embedding and the bigram once more.
-                x = scale["resid_attn"] * x + scale["x0"] * c0
+                x = factors["resid_attn"] * x + factors["x0"] * c0
                 if i > 0:
-                    x = add_bigram(x, scale["bigram"] * bigram)
+                    x = add_bigram(x, factors["bigram"] * bigram)
                 x = residual_add(x, out)
-            out = scaled_mlp(norm(x), *mlp[i], scale["post_mlp"], W8[i])
-            x = residual_add(scale["resid_mlp"] * x, out)
+            out = scaled_mlp(norm(x), *mlp[i], factors["post_mlp"], W8[i])
+            x = residual_add(factors["resid_mlp"] * x, out)
             if layer.keep:
                 kept[layer.keep] = x
         for name, weight in self.token_weights(x, 1).items():

@@ -112,10 +112,6 @@ def check_layers(layers: Iterable[Any], read: Iterable[str]) -> None:
                 layer.mudd and layer.value_gate,
                 f"{row} mudd has value gates of its own: no value_gate",
             ),
-            (
-                layer.mudd and "c7" not in kept,
-                f"{row} mudd reads 'c7', which no earlier layer keeps",
-            ),
             (layer.add and layer.add not in kept, f"{row} no earlier layer keeps {layer.add!r}"),
             (layer.keep and layer.keep in kept, f"{row} {layer.keep!r} is kept twice"),
         )
@@ -138,10 +134,6 @@ def check_stages(stages: tuple, extension: Any, final: Any, split_embed_at: floa
                 f"{row} batch, docs and windows must be whole numbers above 0",
             ),
             (not 0 < stage.lr < math.inf, f"{row} lr must be above 0"),
-            (
-                min(stage.prefix_first, stage.prefix_last) < 0,
-                f"{row} prefix_first and prefix_last must be 0 or more",
-            ),
             (
                 not all(isinstance(x, tuple) and sum(x) > 0 for x in weights)
                 or len(stage.mtp_first) != len(stage.mtp_last),
