@@ -52,8 +52,8 @@ from runtime.sources import Sources
 from sample import sample_text
 from triton_kernels import (
     CPU_FP32, XTX, XXT, Band, aX_plus_BX, attend, ba_plus_cAA, band_bias, cache_sized,
-    flash_attention, fp8_head_loss, fused_on_gpu, gate_logits, has_fp8, join_mantissa, kernel_device,
-    linear, lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp,
+    flash_attention, fp8_head_loss, fused_on_gpu, gate_logits, graph_input, has_fp8, join_mantissa,
+    kernel_device, linear, lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp,
     relu_squared_mlp_fp8, residual_add, softcapped_cross_entropy, split_mantissa, transpose_add,
     transpose_copy, uses_flash,
 )
@@ -170,6 +170,7 @@ class UpdateArgs(NamedTuple):
     lr_schedule: float
     momentum: float  # of NorMuon
     grad_scale: float  # 1 / micro-batches: gradients are sums over them, and over tokens
+    finite: Tensor | None = None  # on a GPU whether the step's loss is, 0-dim: see only_if
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ class ParamConfig:
         return {}
 
     def update(self, rows: Tensor, grad: Tensor, state: dict[str, Any], args: UpdateArgs) -> None:
-        """One step on a rank's rows, in place; grad · args.grad_scale is the step's gradient."""
+        """One step on a rank's rows, in place; grad · args.grad_scale is the step's gradient. Unless
+        args.finite, nothing may change."""
         raise NotImplementedError
 
 
@@ -226,6 +228,14 @@ def scalar(x: float | Tensor) -> Tensor:
     """A 0-dim CPU tensor: changing it recompiles no update, and it never widens a tensor. A tensor
     stays as it is."""
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+
+
+def only_if(finite: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | float]:
+    """The gradient and 1, or where `finite` is false zeros and 0: an update that multiplies its rates by
+    that leaves everything as it is. So no host has to wait for the loss. None: it has waited."""
+    if finite is None:
+        return grad, 1.0
+    return torch.where(finite, grad, 0), finite.to(grad.dtype)
 
 
 @dataclass(frozen=True)
@@ -267,7 +277,7 @@ class Adam(ParamConfig):
         squared_lr_decay = lr * lr * self.weight_decay * self.wd_mul
         scalars = (scalar(step_size), scalar(squared_lr_decay), scalar(args.grad_scale))
         for tensors in cache_sized(rows, grad, state["exp_avg"], state["exp_avg_sq"]):
-            adam_update(*tensors, beta1, beta2, self.eps, *scalars)
+            adam_update(*tensors, beta1, beta2, self.eps, *scalars, args.finite)
 
 
 @dataclass(frozen=True)
@@ -332,7 +342,7 @@ class NorMuon(ParamConfig):
         grad_scale = scalar(args.grad_scale)
         moments = (state["momentum_buffer"], state["second_moment"])
         banks = (rows, state.get("mantissa"), grad, *moments, constants["matrix_lr_mul"])
-        scalars = (lr, weight_decay, momentum, self.beta2, grad_scale)
+        scalars = (lr, weight_decay, momentum, self.beta2, grad_scale, args.finite)
         if "grouped" in constants:
             groups = (constants["whole"], constants["grouped"], state["group_second_moment"])
             return normuon_update(*banks, *scalars, *groups)
@@ -519,7 +529,7 @@ class Yarn(nn.Module):
         frequencies = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=torch.float32)
         no_rotation = torch.zeros(head_dim // 4)
         self.frequencies = torch.cat((frequencies, no_rotation))  # (D/2,) fp32, radians a position
-        self.scale = scale  # of the attention logits
+        self.scale = graph_input(scale)  # of the attention logits
         table = torch.empty(2 * max_tokens, head_dim // 2, 2, dtype=dtype)
         self.register_buffer("table", table, persistent=False)
         self.fill_table()
@@ -539,7 +549,7 @@ class Yarn(nn.Module):
         rotations = old_window * self.frequencies / (2 * math.pi)
         stay = ((rotations - 1) / (32 - 1)).clamp(0, 1)
         self.frequencies = self.frequencies * (ratio + stay * (1 - ratio))
-        self.scale *= 0.2 * math.log(new_window / old_window) + 1
+        self.scale = self.scale * (0.2 * math.log(new_window / old_window) + 1)
         self.fill_table()
 
     def _apply(self, function: Callable, recurse: bool = True) -> "Yarn":
@@ -549,11 +559,11 @@ class Yarn(nn.Module):
         return self
 
     def state(self) -> dict[str, Any]:
-        return {"frequencies": self.frequencies.clone(), "scale": self.scale}
+        return {"frequencies": self.frequencies.clone(), "scale": self.scale.item()}
 
     def load_state(self, saved: dict[str, Any]) -> None:
         self.frequencies = saved["frequencies"].clone()
-        self.scale = saved["scale"]
+        self.scale = graph_input(saved["scale"])
         self.fill_table()
 
 
@@ -604,8 +614,9 @@ class ForwardSchedule(NamedTuple):
     # Weight of the k-th next token in the loss: (3,), (2,) or (1,) fp32, on the model's device.
     mtp_weights: Tensor
     # In positions; a paired layer has two per token, so its window covers half as many tokens.
-    short_window: int
-    long_window: int
+    # On a GPU as inputs of a graph, which serves all windows.
+    short_window: int | Tensor
+    long_window: int | Tensor
     max_doc_len: int = 0  # tokens of the longest document in the micro-batch; 0: unknown
     prefix_weight: Tensor | None = None  # of the next token's prefix, (1,); None: no such target
 
@@ -998,14 +1009,15 @@ def adam_update(
     step_size: Tensor,  # rate with bias correction: 0-dim on the CPU, or (cols,)
     squared_lr_decay: Tensor,  # as step_size
     grad_scale: Tensor,  # 0-dim on the CPU
+    finite: Tensor | None = None,  # 0-dim: whether to change anything
 ) -> None:
     """One Adam step with cautious weight decay on p, in place: decay only where the update shrinks
     the weight too."""
-    grad = grad.to(exp_avg.dtype) * grad_scale
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+    grad, active = only_if(finite, grad.to(exp_avg.dtype) * grad_scale)
+    exp_avg.lerp_(grad, (1 - beta1) * active)
+    exp_avg_sq.lerp_(grad.square(), (1 - beta2) * active)
     wide = p.to(exp_avg.dtype)
-    update = exp_avg / (exp_avg_sq.sqrt() + eps) * step_size
+    update = exp_avg / (exp_avg_sq.sqrt() + eps) * (step_size * active)
     update = torch.where(update * wide > 0, update + squared_lr_decay * wide, update)
     p.copy_(wide - update)
 
@@ -1023,14 +1035,16 @@ def normuon_update(
     momentum: Tensor,  # 0-dim on the CPU
     beta2: float,
     grad_scale: Tensor,  # 0-dim on the CPU
+    finite: Tensor | None = None,  # 0-dim: whether to change anything
     whole: Tensor | None = None,  # indices of the matrices to orthogonalize whole; None: all
     grouped: Tensor | None = None,  # of those to orthogonalize by groups of rows
     group_second_moment: Tensor | None = None,  # (n, groups, cols)
 ) -> None:
     """One NorMuon step with cautious weight decay on p (n, rows, cols), in place. A bf16 p is the
     upper half of fp32 weights, mantissa the lower: no fp32 copy, and no rounding."""
-    grad = grad.to(momentum_buffer.dtype) * grad_scale
-    momentum_buffer.add_((grad - momentum_buffer).mul_(1 - momentum))
+    grad, active = only_if(finite, grad.to(momentum_buffer.dtype) * grad_scale)
+    beta2 = 1 - (1 - beta2) * active
+    momentum_buffer.add_((grad - momentum_buffer).mul_((1 - momentum) * active))
     update = (momentum_buffer - grad).mul_(momentum).add_(grad)  # Nesterov momentum
     if grouped is None:
         update = orthogonalize(update, second_moment, beta2)
@@ -1038,7 +1052,7 @@ def normuon_update(
         kinds = ((whole, second_moment), (grouped, group_second_moment))
         update = orthogonalize_kinds(update, kinds, beta2)
     wide = p if mantissa is None else join_mantissa(p, mantissa)
-    matrix_lr = lr * matrix_lr_mul
+    matrix_lr = lr * active * matrix_lr_mul
     change = (wide * (update * wide >= 0)).mul_(weight_decay * lr * matrix_lr)
     wide = wide - change.addcmul_(update, matrix_lr)
     if mantissa is None:
@@ -1103,6 +1117,9 @@ class NorMuonAndAdam:
         self.tied = True  # until split_tied
         self.lr_schedule = 1.0  # these two come from the schedule, before each step
         self.momentum = 0.95
+        device = next(iter(self.params.values())).device
+        on_gpu = device.type == "cuda"  # where this comes from the loss
+        self.finite = torch.ones((), dtype=torch.bool, device=device) if on_gpu else None
         self.grad_divisor = 1  # gradients are sums over this many micro-batches
         # By label: rows of the whole parameter. If they are padded, the parameter is a view of them.
         self.padded = {label: self._pad(label) for label in self.params}
@@ -1291,7 +1308,7 @@ class NorMuonAndAdam:
         return own, reduce_scatter(self._rank_slice(label, grad).view(-1), grad.view(-1))
 
     def _update(self, label: str, grad: Tensor) -> None:
-        args = UpdateArgs(self.lr_schedule, self.momentum, 1 / self.grad_divisor)
+        args = UpdateArgs(self.lr_schedule, self.momentum, 1 / self.grad_divisor, self.finite)
         constants = self.constants[label]
         self.table[label].update(self.shards[label], grad, self.state[label], args, **constants)
 
@@ -1456,16 +1473,21 @@ class TrainingManager:
             self.model.extend_windows(narrow, wide)
         self.current = coming
         self.yarn_window = coming.yarn_window
-        weights = (*coming.mtp_weights, coming.prefix_weight)
-        weights = torch.tensor(weights, dtype=torch.float32)
-        weights = weights.to(self.model.embed.device, non_blocking=True)
+        values = (*coming.mtp_weights, coming.prefix_weight)
+        weights = torch.empty(len(values), device=self.model.embed.device)
+        for weight, value in zip(weights, values):  # launches: a copy would keep the host waiting
+            weight.fill_(value)
         self.mtp_weights = weights[:-1]
         self.prefix_weight = weights[-1:] if coming.prefix_weight else None
 
     def forward_schedule(self) -> ForwardSchedule:
         current = self.current
-        longest = current.max_doc_len if self.model.training else self.max_val_doc_len
         windows = (current.short_window, current.long_window)
+        if uses_flash(self.model.embed):
+            windows = map(graph_input, windows)
+        if not self.model.training:  # one graph for all stages
+            return ForwardSchedule(self.mtp_weights[:1], *windows, self.max_val_doc_len)
+        longest = current.max_doc_len
         return ForwardSchedule(self.mtp_weights, *windows, longest, self.prefix_weight)
 
     def batch_tokens(self, step: int) -> int:
@@ -1568,13 +1590,10 @@ def is_validated(step: int, h: Hyperparameters) -> bool:
     return step == h.total_iterations or (h.val_every > 0 and step % h.val_every == 0)
 
 
-def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None:
-    """Run every shape of the schedule from first_step on, and every kind of update, so that nothing
-    compiles while the clock runs. The manager is of no use afterwards: the run builds its own."""
-    model = manager.model
-    h = manager.h
-    sizes = dict(vocab_size=h.vocab_size, doc_slots=h.doc_slots)
-    seen = set()  # shapes that have run
+def shapes(h: Hyperparameters, first_step: int = 0) -> Iterator[tuple[int, bool, int]]:
+    """(step, whether it trains, tokens of a micro-batch) of every shape of a forward pass in the
+    schedule from first_step on. On a GPU one graph serves all windows, on a CPU each has its own."""
+    seen = set()
     for step in range(first_step, h.total_iterations + 1):
         current = step_schedule(step, h)
         passes = [(True, current.batch_tokens)] if step < h.total_iterations else []
@@ -1584,18 +1603,26 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
             tokens = batch_tokens // h.micro_batches
             windows = (current.short_window, current.long_window)
             shape = (training, tokens, windows, training and len(current.mtp_weights))
-            if shape in seen:
-                continue
-            seen.add(shape)
-            manager.advance_schedule(step)
-            model.train(training)
-            model.zero_grad()
-            batch = synthetic_batch(tokens, max_doc_len=current.max_doc_len, **sizes)
-            batch = to_device(batch, ranks.device)
-            with torch.set_grad_enabled(training):
-                loss = model(*batch, manager.forward_schedule())
-            if training:
-                loss.backward()
+            if shape not in seen:
+                seen.add(shape)
+                yield step, training, tokens
+
+
+def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None:
+    """Run every shape of the schedule from first_step on, and every kind of update, so that nothing
+    compiles while the clock runs. The manager is of no use afterwards: the run builds its own."""
+    model = manager.model
+    h = manager.h
+    sizes = dict(vocab_size=h.vocab_size, doc_slots=h.doc_slots)
+    for step, training, tokens in shapes(h, first_step):
+        manager.advance_schedule(step)
+        model.train(training)
+        model.zero_grad()
+        batch = synthetic_batch(tokens, max_doc_len=manager.current.max_doc_len, **sizes)
+        with torch.set_grad_enabled(training):
+            loss = model(*to_device(batch, ranks.device), manager.forward_schedule())
+        if training:
+            loss.backward()
     # Updates at even and odd steps; tied, at the split, and after it.
     split = manager.split_step
     for step in (0, 1, split, split + 1, split + 2):
@@ -1640,7 +1667,7 @@ def prepare(run: Run) -> TrainingManager:
     else:
         arithmetic = use_cpu(h.compile)
     if h.compile or ranks.device.type == "cuda":
-        # One graph for each stage and mode, one update for each shape of parameters.
+        # A graph for each batch size and mode, on a CPU for each window; an update for each shape.
         torch._dynamo.config.recompile_limit = 64
 
     # The warm-up has a manager of its own: none of its gradients reaches an optimizer or a moving
@@ -1656,9 +1683,10 @@ def prepare(run: Run) -> TrainingManager:
     return manager
 
 
-def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run: Run) -> float:
-    """This rank's micro-batches of a step: leaves their gradients pending, returns the mean loss of
-    all ranks per token. Raises AgreedError on all ranks if the loss is not finite."""
+def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run: Run) -> None:
+    """This rank's micro-batches of a step: leaves their gradients pending. Raises AgreedError on all
+    ranks if a loss is not finite: on a CPU this step's, on a GPU that of the step before, so that the
+    host can go on. There the update itself leaves out a step whose loss is not."""
     ranks = run.ranks
     schedule = manager.current
     tokens = schedule.batch_tokens // ranks.world_size
@@ -1671,7 +1699,7 @@ def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run
             run.send_loss(step, total / (tokens * sum(schedule.mtp_weights)))
         loss.backward()
         manager.optimizer.accumulate()
-    return run.receive_loss()
+    manager.optimizer.finite = run.check_loss()
 
 
 def train(
@@ -1707,12 +1735,11 @@ def train(
             # Timed: data, forward, backward, reductions, updates, gathers, the step line.
             seed_random(h.seed, step, ranks.rank)
             manager.advance_schedule(step)
-            loss = forward_backward(step, manager, batches, run)
+            forward_backward(step, manager, batches, run)
             manager.step_optimizers(step)
             run.log_step(
                 f"step:{step + 1}/{last} "
-                f"train_time:{clock.ms():.0f}ms step_avg:{clock.ms() / (step + 1):.2f}ms",
-                loss,
+                f"train_time:{clock.ms():.0f}ms step_avg:{clock.ms() / (step + 1):.2f}ms"
             )
         clock.stop()
         run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)

@@ -174,6 +174,12 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def graph_input(x: float | Tensor) -> Tensor:
+    """A number as (1,) fp64 on the CPU: a new value compiles no graph anew. A tensor stays as it is.
+    (PyTorch takes the value of a 0-dim one out of it, and traces a graph that uses it twice.)"""
+    return x if isinstance(x, Tensor) else torch.tensor([x], dtype=torch.float64, device="cpu")
+
+
 def operand_dtype(x: Tensor) -> torch.dtype:
     """The dtype of x as a matmul's operand: bf16 on a CPU with bf16 units, elsewhere its own."""
     return torch.bfloat16 if kernel_device(x) == CPU_BF16 else x.dtype
@@ -629,7 +635,7 @@ class Band(NamedTuple):
     """Which keys a query sees: its own position and the `window` before it, within its document."""
 
     cu_seqlens: Tensor  # (slots,) int32: document starts, padded by the number of positions
-    window: int  # positions
+    window: int | Tensor  # positions; as a graph_input one compiled graph serves all
     max_len: int  # longest document, in positions
     bias: Tensor | None  # of band_bias, for the reference; None: FlashAttention
 
@@ -648,58 +654,81 @@ FA4_HEAD_DIM = 128  # what is tried before the first step
 FA4_SLOTS = 257  # more documents than 256 would need a table of blocks
 FA4_TOLERANCE = 0.02  # relative, by norm; bf16 rounds FlashAttention 2's own results by about 0.003
 _fa4: Any = None  # the package's module; flash_attention sets it
+# FlashAttention 2, as PyTorch holds it; torch.nn.attention.varlen calls the same two.
+_fa2_forward = torch.ops.aten._flash_attention_forward
+_fa2_backward = torch.ops.aten._flash_attention_backward
+NO_DROPOUT = 0.0
 
 
-def _fa4_options(cu_seqlens: Tensor, max_len: int, window: int, scale: float) -> dict[str, Any]:
+def _fa4_options(cu_seqlens: Tensor, window: Tensor, scale: Tensor, max_len: int) -> dict[str, Any]:
     """What both directions are given. 0 positions to the right of a query: causal."""
     return dict(
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len, max_seqlen_k=max_len,
-        window_size_left=window, window_size_right=0, softmax_scale=scale,
+        window_size_left=int(window), window_size_right=0, softmax_scale=float(scale),
     )  # fmt: skip
 
 
-def _fake_fa4(q: Tensor, *_: Any) -> Pair:
+def _fa2_options(window: Tensor, scale: Tensor) -> dict[str, Any]:
+    return dict(scale=float(scale), window_size_left=int(window), window_size_right=0)
+
+
+def _fake_attention(q: Tensor, *_: Any) -> Pair:
     P, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(H, P, dtype=torch.float32)
 
 
-@operator("flash_attention_4", _fake_fa4)
-def fa4_op(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int, scale: float
-) -> Pair:
-    """Attention (P, H, D), and log Σ exp of each query's scores, (H, P) fp32, for the backward pass."""
-    options = _fa4_options(cu_seqlens, max_len, window, scale)
-    out, lse, *_ = _fa4._flash_attn_fwd(q, k, v, return_lse=True, **options)
+@operator("flash_attention", _fake_attention)
+def flash_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: Tensor, scale: Tensor,
+    max_len: int, fa4: bool,
+) -> Pair:  # fmt: skip
+    """Attention (P, H, D), and log Σ exp of each query's scores, (H, P) fp32, for the backward pass.
+    window and scale are (1,) on the CPU: inputs of a compiled graph, and no synchronization to read."""
+    if fa4:
+        options = _fa4_options(cu_seqlens, window, scale, max_len)
+        out, lse, *_ = _fa4._flash_attn_fwd(q, k, v, return_lse=True, **options)
+    else:
+        documents = (cu_seqlens, cu_seqlens, max_len, max_len)
+        rest = (NO_DROPOUT, False, False)  # not causal by itself: the window is; no debug mask
+        out, lse, *_ = _fa2_forward(q, k, v, *documents, *rest, **_fa2_options(window, scale))
     return out, lse
 
 
-def _fake_fa4_backward(grad: Tensor, q: Tensor, *_: Any) -> Triple:
+def _fake_attention_backward(grad: Tensor, q: Tensor, *_: Any) -> Triple:
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
-@operator("flash_attention_4_backward", _fake_fa4_backward)
-def fa4_backward_op(
+@operator("flash_attention_backward", _fake_attention_backward)
+def flash_attention_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_seqlens: Tensor, max_len: int, window: int, scale: float,
+    cu_seqlens: Tensor, window: Tensor, scale: Tensor, max_len: int, fa4: bool,
 ) -> Triple:  # fmt: skip
     """grad (P, H, D) → the gradients of q, k and v, contiguous; k and v may be views."""
-    dq, dk, dv = _fake_fa4_backward(grad, q)
-    options = _fa4_options(cu_seqlens, max_len, window, scale) | dict(dq=dq, dk=dk, dv=dv)
+    if not fa4:
+        documents = (cu_seqlens, cu_seqlens, max_len, max_len)
+        random_state = grad.new_zeros(2, dtype=torch.uint64)
+        rest = (NO_DROPOUT, False, random_state, grad.new_empty(0))
+        return _fa2_backward(
+            grad, q, k, v, out, lse, *documents, *rest, **_fa2_options(window, scale)
+        )
+    dq, dk, dv = _fake_attention_backward(grad, q)
+    options = _fa4_options(cu_seqlens, window, scale, max_len) | dict(dq=dq, dk=dk, dv=dv)
     _fa4._flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
     return dq, dk, dv
 
 
-def _save_fa4(ctx, inputs, output):
-    q, k, v, cu_seqlens, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+def _save_attention(ctx, inputs, output):
+    *qkv, cu_seqlens, window, scale, ctx.max_len, ctx.fa4 = inputs
+    ctx.save_for_backward(*qkv, *output, cu_seqlens, window, scale)
     ctx.set_materialize_grads(False)
 
 
-def _fa4_gradients(ctx, grad, _):
-    return *fa4_backward_op(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+def _attention_gradients(ctx, grad, _):
+    gradients = flash_attention_backward_op(grad, *ctx.saved_tensors, ctx.max_len, ctx.fa4)
+    return *gradients, None, None, None, None, None
 
 
-fa4_op.register_autograd(_fa4_gradients, setup_context=_save_fa4)
+flash_attention_op.register_autograd(_attention_gradients, setup_context=_save_attention)
 
 
 def _try_fa4() -> None:
@@ -738,7 +767,7 @@ def flash_attention() -> str:
     if not torch.cuda.is_available():
         return "banded, in PyTorch"
     if torch.cuda.get_device_capability()[0] != 9:
-        return "varlen_attn, FA2"
+        return "FA2"
     try:
         with warnings.catch_warnings(action="ignore"):  # of the package's compiler
             _try_fa4()
@@ -746,27 +775,24 @@ def flash_attention() -> str:
         _fa4 = None
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         cost = "steps take an estimated 4 to 8 % longer than with FA4"
-        return f"varlen_attn, FA2: {cost} ({why}; see runtime/requirements-hopper.txt)"
-    return f"FA4 in training (flash-attn-4 {FA4_VERSION}), varlen_attn, FA2 in evaluation"
+        return f"FA2: {cost} ({why}; see runtime/requirements-hopper.txt)"
+    return f"FA4 in training (flash-attn-4 {FA4_VERSION}), FA2 in evaluation"
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | Tensor) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys of the band; causal; differentiable.
 
     q, k, v and the result are (P, H, D) of one dtype. A band with a bias is computed block by block in fp32
     or better, one without a bias by FlashAttention: 4 where gradients are wanted and flash_attention() has
     turned it on, else 2.
     """
+    scale = graph_input(scale)
     if band.bias is not None:
         return _BandedAttention.apply(q, k, v, band.bias, scale).to(q.dtype)
     fits = q.size(-1) == FA4_HEAD_DIM and len(band.cu_seqlens) <= FA4_SLOTS
-    if _fa4 is not None and fits and torch.is_grad_enabled():
-        return fa4_op(q, k, v, band.cu_seqlens, band.max_len, band.window, scale)[0]
-    # Imported here because it takes a second and brings in the compiler; a CPU never needs it.
-    from torch.nn.attention.varlen import varlen_attn
-
-    documents = (band.cu_seqlens, band.cu_seqlens, band.max_len, band.max_len)
-    return varlen_attn(q, k, v, *documents, scale=scale, window_size=(band.window, 0))
+    fa4 = _fa4 is not None and fits and torch.is_grad_enabled()
+    numbers = (graph_input(band.window), scale)
+    return flash_attention_op(q, k, v, band.cu_seqlens, *numbers, band.max_len, fa4)[0]
 
 
 def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
@@ -844,13 +870,15 @@ class _BandedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
         P, H, D = q.shape
         blocks, rows, keys = bias.shape
         sizes = (H * blocks, rows, keys)
         padded = blocks * rows
         beyond = keys - rows
-        q = _by_head(q, padded, 0, beyond).mul_(scale)
+        q = _by_head(q, padded, 0, beyond)
+        scale = scale.to(q)
+        q *= scale
         k = _bands(_by_head(k, padded, beyond, 0), *sizes)
         v = _bands(_by_head(v, padded, beyond, 0), *sizes)
         own = _bands(q, H * blocks, rows, rows)
@@ -861,14 +889,13 @@ class _BandedAttention(torch.autograd.Function):
             scores = torch.bmm(own[heads], k[heads].mT)
             scores.view(-1, *bias.shape).add_(bias)
             torch.bmm(by_query[heads].copy_(torch.softmax(scores, -1)), v[heads], out=out[heads])
-        ctx.save_for_backward(q, k, v, probs, out)
-        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, probs, out, scale)
         ctx.sizes = sizes
         return out.view(H, padded, D)[:, :P].transpose(0, 1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        q, k, v, probs, out = ctx.saved_tensors
+        q, k, v, probs, out, scale = ctx.saved_tensors
         P, H, D = grad.shape
         sizes = ctx.sizes
         batch, rows, keys = sizes
@@ -894,7 +921,7 @@ class _BandedAttention(torch.autograd.Function):
             torch.bmm(by_query[heads].copy_(scores), k[heads], out=grad_q)
             torch.bmm(by_key[heads], q[heads], out=grad_k)
             torch.bmm(probs_by_key[heads], g[heads], out=grad_v)
-        grads[0].mul_(ctx.scale)
+        grads[0].mul_(scale)
         return *(x.view(H, padded, D)[:, :P].transpose(0, 1) for x in grads), None, None
 
 

@@ -4,7 +4,7 @@
     ./run.sh bench/codegen.py ideas/idea.py --kernels         # another script, kernel by kernel
     ./run.sh bench/codegen.py --optimizer --world_size=1,8    # updates, and the bytes they send
     ./run.sh bench/codegen.py --output=FILE --save_code=FOLDER    # all counts; the generated code
-    ./run.sh bench/codegen.py --twice                         # what a second model compiles
+    ./run.sh bench/codegen.py --warm_up                       # the graphs of a run's warm-up
 
 Inductor compiles the record preset for a fake H100 (fake_gpu.py) and stops before anything is
 launched. What it would launch is counted: bytes and instructions of each kernel it wrote, operations
@@ -22,7 +22,8 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -184,7 +185,7 @@ def seconds(kernel: dict, phase: str, tokens: int) -> float:
 
 def measure(options: argparse.Namespace) -> dict:
     """{"passes": {tokens: [graph, …]}, "updates": {world_size: {kind of step: {sent, kernels}}},
-    "again": {what: [graphs compiled, by a second model]}}"""
+    "warm_up": [[what, graphs, seconds], …]}"""
     from bench import fake_gpu
 
     fake_gpu.install()
@@ -195,34 +196,43 @@ def measure(options: argparse.Namespace) -> dict:
     from sample import load_script
 
     trainer = load_script(options.script.resolve(), "train_gpt")
-    from bench.generated import compiled_by, graphs_of
+    from bench.generated import graphs_of
 
     torch._dynamo.config.recompile_limit = 64
     torch.set_num_threads(1)
     h = trainer.Hyperparameters()
     versions = f"PyTorch {torch.__version__}, Triton {triton.__version__}"
-    found = dict(script=options.script.name, made=versions, passes={}, updates={}, again={})
+    found = dict(script=options.script.name, made=versions, passes={}, updates={}, warm_up=[])
     with mock.patch.object(torch.cuda, "is_available", lambda: False):  # nothing is pinned
         batches = {tokens: synthetic(h, tokens) for tokens in options.tokens}
+    if options.warm_up:
+        found["warm_up"] = warm_up(trainer, h)
     for tokens in sorted(options.tokens):
         torch._dynamo.reset()
+        step = step_of(tokens, trainer, h)
         with FakeTensorMode(allow_non_fake_inputs=True):
-
-            def call(use: Callable) -> Any:
-                """use(model, inputs …), of a manager that is built for it."""
-                manager = manager_of(trainer, h)
-                manager.advance_schedule(step_of(tokens, trainer, h))
-                batch = [x.new_zeros(x.shape, device="cuda:0") for x in batches[tokens]]
-                return use(manager.model, *batch, manager.forward_schedule())
-
-            graphs = call(graphs_of)
-            if options.twice:
-                found["again"][f"{tokens} tokens"] = [len(graphs), len(call(compiled_by))]
+            manager = manager_of(trainer, h)
+            manager.advance_schedule(step)
+            batch = [x.new_zeros(x.shape, device="cuda:0") for x in batches[tokens]]
+            graphs = graphs_of(manager.model, *batch, manager.forward_schedule())
+        fill_in_windows(graphs, step, trainer, h)
         found["passes"][tokens] = [graph.to_json() for graph in graphs]
         save(options, {f"{tokens}-{graph.phase}": graph.code for graph in graphs})
     for world_size in options.world_size if options.optimizer else []:
-        found["updates"][world_size] = updates(trainer, h, world_size, options, found["again"])
+        found["updates"][world_size] = updates(trainer, h, world_size, options)
     return found
+
+
+def fill_in_windows(graphs: list, step: int, trainer: ModuleType, h: Any) -> None:
+    """Windows are inputs of a graph. They follow from the layers, which a backward graph reverses."""
+    now = trainer.step_schedule(step, h)
+    windows = [getattr(now, f"{x.window}_window") for x in trainer.LAYERS if x.window]
+    for graph in graphs:
+        found = [kernel for kernel in graph.kernels if kernel.kind.startswith("attention")]
+        if len(found) != len(windows):  # an idea's
+            continue
+        for kernel, window in zip(found, windows[:: -1 if graph.phase == "backward" else 1]):
+            kernel.window = window
 
 
 def manager_of(trainer: ModuleType, h: Any) -> Any:
@@ -244,11 +254,10 @@ def step_of(tokens: int, trainer: ModuleType, h: Any) -> int:
 
 
 def updates(
-    trainer: ModuleType, h: Any, world_size: int, options: argparse.Namespace, again: dict
+    trainer: ModuleType, h: Any, world_size: int, options: argparse.Namespace
 ) -> dict[str, dict]:
     """By kind of step, what the first of world_size ranks launches to update its shards, and the
     bytes that it sends."""
-    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from bench.communication import STEPS, sent
@@ -276,23 +285,69 @@ def updates(
         mock.patch.multiple(trainer, reduce_scatter=scatter, all_gather=gather),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        for build in range(1 + options.twice):
-            manager = manager_of(trainer, h)
-            compiled = 0
-            for kind, (step, tied) in STEPS.items():
-                for parameter in manager.model.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-                manager.optimizer.tied = tied
-                traffic[0] = 0.0
-                launches, codes = launches_during(lambda: manager.optimizer.step(step))
-                compiled += len(codes)
-                if build == 0:
-                    kernels = [asdict(kernel) for kernel in launches]
-                    found[kind] = {"sent": traffic[0], "kernels": kernels}
-                    name = f"update-{world_size}-{kind}".replace(", ", "-").replace(" ", "-")
-                    save(options, {f"{name}-{i}": code for i, code in enumerate(codes)})
-            if options.twice:
-                again.setdefault(f"updates, {world_size} GPUs", []).append(compiled)
+        manager = manager_of(trainer, h)
+        for kind, (step, tied) in STEPS.items():
+            give_gradients(manager.model)
+            manager.optimizer.tied = tied
+            traffic[0] = 0.0
+            launches, codes = launches_during(lambda: manager.optimizer.step(step))
+            kernels = [asdict(kernel) for kernel in launches]
+            found[kind] = {"sent": traffic[0], "kernels": kernels}
+            name = f"update-{world_size}-{kind}".replace(", ", "-").replace(" ", "-")
+            save(options, {f"{name}-{i}": code for i, code in enumerate(codes)})
+    return found
+
+
+def give_gradients(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+
+
+def warm_up(trainer: ModuleType, h: Any) -> list[tuple[str, int, float]]:
+    """What a run's warm-up compiles on one GPU: (what, graphs, seconds until their code is written).
+    In the end what the run's own model compiles, which comes after the warm-up's."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from bench.communication import STEPS
+    from bench.generated import compiled_by, number_compiled
+
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):  # nothing is pinned
+        passes = [(*shape, synthetic(h, shape[-1])) for shape in trainer.shapes(h)]
+    found = []
+
+    def count(what: str, compile_graphs: Callable[[], int]) -> None:
+        started = time.perf_counter()
+        graphs = compile_graphs()
+        found.append((what, graphs, time.perf_counter() - started))
+
+    def forward(step: int, training: bool, batch: Iterable[Any]) -> int:
+        manager.advance_schedule(step)
+        batch = [x.new_zeros(x.shape, device="cuda:0") for x in batch]
+        call = (manager.model.train(training), *batch, manager.forward_schedule())
+        with torch.set_grad_enabled(training):
+            return len(compiled_by(*call, counted=False))
+
+    def update() -> int:
+        graphs = 0
+        for step, tied in STEPS.values():
+            give_gradients(manager.model)
+            manager.optimizer.tied = tied
+            graphs += number_compiled(lambda: manager.optimizer.step(step))
+        return graphs
+
+    def again() -> int:
+        return sum(forward(step, training, batch) for step, training, _, batch in passes) + update()
+
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        manager = manager_of(trainer, h)
+        for step, training, tokens, batch in passes:
+            what = f"step {step}, {'training' if training else 'validation'}, {tokens:,} tokens"
+            count(what, lambda: forward(step, training, batch))
+        count("updates", update)
+        manager = manager_of(trainer, h)
+        count("the run's own model", again)
     return found
 
 
@@ -379,7 +434,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--optimizer", action="store_true", help="the optimizer's updates too")
     add("--world_size", type=numbers, default=[8], help="ranks of the updates, as 1,2,4,8")
     add("--kernels", action="store_true", help="every kernel, the longest first")
-    add("--twice", action="store_true", help="what a second model and optimizer compile anew")
+    add("--warm_up", action="store_true", help="the graphs that a run compiles before it starts")
     add("--output", type=Path, help="JSON of everything that was counted")
     add("--save_code", type=Path, metavar="FOLDER", help="where to put the generated code")
     return parser.parse_args(argv)
@@ -403,8 +458,10 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{kernel_table(graphs, tokens)}\n")
     if options.optimizer:
         print(f"Updates of one rank\n\n{optimizer_table(found['updates'])}\n")
-    for what, (first, again) in found["again"].items():
-        print(f"{what}: {first} graphs compiled; by a second model in the same process: {again}")
+    if found["warm_up"]:
+        names, graphs, seconds = zip(*found["warm_up"])
+        rows = [*found["warm_up"], ("**all**", sum(graphs), sum(seconds))]
+        print(f"Warm-up\n\n{markdown(['what compiles', 'graphs', 'seconds on this CPU'], rows)}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Kernel:
     targets: list[str] = field(default_factory=list)  # ATen operators that it computes
     shapes: list[list[int]] = field(default_factory=list)  # of what it reads and writes
     shape: str = ""  # of a product: m × k × n
-    window: int = -1  # of attention, in positions; -1: none
+    window: int = -1  # of attention, in positions, as codegen.py fills it in; -1: none
 
 
 class Graph(NamedTuple):
@@ -91,9 +91,9 @@ class _Lowered(NamedTuple):
 
 
 @contextlib.contextmanager
-def compiling(run: Callable[[_Lowered], list]) -> Iterator[list[_Lowered]]:
+def compiling(run: Callable[[_Lowered], list], counted: bool = True) -> Iterator[list[_Lowered]]:
     """Inside, Inductor writes code and loads none; `run` is called where a graph would run. The list
-    grows by every graph that is compiled."""
+    grows by every graph that is compiled; unless they are counted, without what they launch."""
     found: list[_Lowered] = []
 
     class Module:
@@ -106,6 +106,9 @@ def compiling(run: Callable[[_Lowered], list]) -> Iterator[list[_Lowered]]:
 
     def record(graph: GraphLowering) -> Module:
         code, _ = graph.codegen()
+        if not counted:
+            found.append(_Lowered(graph, "", []))
+            return Module(found[-1])
         with V.set_graph_handler(graph):
             found.append(_Lowered(graph, getattr(code, "value", code), _described(graph)))
         _name_and_count(found[-1])
@@ -118,13 +121,13 @@ def compiling(run: Callable[[_Lowered], list]) -> Iterator[list[_Lowered]]:
         yield found
 
 
-def compiled_by(function: Callable, *args: Any) -> list[_Lowered]:
+def compiled_by(function: Callable, *args: Any, counted: bool = True) -> list[_Lowered]:
     """The graphs that a call compiles: none if an earlier call's serve it. Nothing is run."""
 
     def stop(_: _Lowered) -> list:
         raise _Launched
 
-    with compiling(stop) as found, contextlib.suppress(_Launched):
+    with compiling(stop, counted) as found, contextlib.suppress(_Launched):
         function(*args)
     return found
 
@@ -148,6 +151,13 @@ def graphs_of(function: Callable, *args: Any) -> list[Graph]:
 
 # One list for all calls: a graph that an earlier call has compiled writes here too.
 _items: list[Any] = []
+
+
+def number_compiled(run: Callable[[], None]) -> int:
+    """How many graphs a function on fake tensors compiles, of those that update in place."""
+    with compiling(lambda _: [], counted=False) as found, _own_launches([]):
+        run()
+    return len(found)
 
 
 def launches_during(run: Callable[[], None]) -> tuple[list[Kernel], list[str]]:
@@ -655,13 +665,11 @@ def accesses_of(ttir: str) -> tuple[list[Access], list[int], bool]:
 
 
 def _attention(kernel: Kernel, origin: torch.fx.Node) -> Kernel:
-    """Queries, keys and values of P positions, H heads, D dims, and the window."""
+    """Queries, keys and values of P positions, H heads, D dims."""
     values = [arg.meta["val"] for arg in origin.args if isinstance(arg, torch.fx.Node)]
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
     backward = "backward" in kernel.name
     kernel.kind = "attention backward" if backward else "attention"
     kernel.bytes = sum(x.nbytes for x in tensors) * (1.5 if backward else 4 / 3)
     kernel.shapes = [list(x.shape) for x in tensors]
-    pairs = [arg for arg in origin.args if isinstance(arg, list | tuple) and len(arg) == 2]
-    kernel.window = pairs[0][0] if pairs else -1
     return kernel

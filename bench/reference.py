@@ -9,7 +9,7 @@ A variant is train_gpt.py with some of its functions replaced, so that recipe an
 the same:
 
 R0  No kernel of ours. What a PyTorch programmer writes, under torch.compile: F.rms_norm, rotary
-    positions, varlen_attn, F.embedding, FP8 matmuls by torch._scaled_mm, loss and residual stream
+    positions, FlashAttention 2, F.embedding, FP8 matmuls by torch._scaled_mm, loss and residual stream
     left to Inductor, Polar Express by torch.matmul and baddbmm.
 R1  The kernels that public record 61 lists, on today's recipe: R0 with our fused relu² matmul, our
     loss in bf16 as two kernels, our symmetric matmuls and our choice of FlashAttention. In one point
@@ -72,20 +72,18 @@ def norm_and_rotate_qk(qkv: Tensor, table: Tensor, paired: bool, key_offset: boo
     return q, tk.offset_keys(k) if key_offset else k, v
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, band: tk.Band, scale: float) -> Tensor:
-    """FlashAttention of PyTorch; where a band has a bias, SDPA with a mask of all positions."""
+def attend(q: Tensor, k: Tensor, v: Tensor, band: tk.Band, scale: Any) -> Tensor:
+    """FlashAttention 2 of PyTorch; where a band has a bias, SDPA with a mask of all positions."""
     starts, window = band.cu_seqlens, band.window
     if band.bias is None:
-        from torch.nn.attention.varlen import varlen_attn
-
-        documents = (starts, starts, band.max_len, band.max_len)
-        return varlen_attn(q, k, v, *documents, scale=scale, window_size=(window, 0))
+        numbers = (tk.graph_input(window), tk.graph_input(scale), band.max_len)
+        return tk.flash_attention_op(q, k, v, starts, *numbers, fa4=False)[0]
     at = torch.arange(len(q), device=q.device, dtype=starts.dtype)
     document = torch.searchsorted(starts, at, right=True)
     distance = at[:, None] - at
     seen = (document[:, None] == document) & (distance >= 0) & (distance <= window)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=float(scale))
     return y.transpose(0, 1)
 
 

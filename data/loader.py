@@ -243,19 +243,20 @@ def prefetch(items: Iterator, depth: int, thread: str) -> Iterator:
 
 
 class FetchedAhead:
-    """The micro-batches of so many steps, `share` in each, fetched a step early. Iterated once.
+    """The micro-batches of so many steps, `share` in each, fetched so many steps early. Iterated once.
 
     If one fails, its message is put into `faults` at once, and the batches before it are served.
     """
 
     def __init__(
-        self, open_batches: Callable[[], Iterator], share: int, steps: int, faults: list[str]
-    ) -> None:
+        self, open_batches: Callable[[], Iterator], share: int, steps: int, faults: list[str],
+        early: int = 1,
+    ) -> None:  # fmt: skip
         self.ready: deque[MicroBatch] = deque()
         self.faults = faults
         self.batches = open_batches()
         self.rest = itertools.islice(self.batches, share * steps)
-        self._fetch(share)
+        self._fetch(share * early)
 
     def _fetch(self, count: int) -> None:
         try:

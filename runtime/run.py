@@ -42,6 +42,19 @@ def seed_random(*numbers: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
+def cache_graphs(sources: dict[str, str]) -> None:
+    """Let PyTorch's cache on disk take graphs with autograd functions, as the model's.
+
+    Its key is the graph that Dynamo traces. What a custom operator registers is not in it, such as a
+    backward formula: the sources that define operators become part of the key."""
+    from torch._functorch import config as functorch
+    from torch.compiler import config as compiler
+
+    functorch.autograd_cache_allow_custom_autograd_functions = True
+    defining = "".join(text for text in sources.values() if "library" in text)
+    compiler.cache_key_tag = f"{zlib.crc32(defining.encode()):08x}"
+
+
 class Clock:
     """Training time: what lies between start and stop, each on a synchronized device."""
 
@@ -77,37 +90,37 @@ def machine_name(device: torch.device) -> str:
 
 
 class LossReport:
-    """The mean of all ranks' losses, and their reasons to stop, in one asynchronous all-reduce. It
-    travels during the last backward pass and is read before the update: every rank decides alike,
-    and a loss that is not finite never reaches the weights."""
+    """The mean of all ranks' losses, and their reasons to stop, in one asynchronous all-reduce, which
+    travels during the last backward pass. Every rank decides alike."""
 
-    def __init__(self, loss: Tensor, reason: int, ranks: Ranks):
+    def __init__(self, step: int, loss: Tensor, reason: int, ranks: Ranks):
         """loss: 0-dim, of this rank; reason: one of REASONS, or 0."""
+        self.step = step
         numbers = loss.new_zeros(1 + len(REASONS))
         numbers[0] = loss.detach() / ranks.world_size
         if reason:
             numbers[1 + REASONS.index(reason)].fill_(1)
         self.work = dist.all_reduce(numbers, async_op=True) if ranks.world_size > 1 else None
         self.numbers = numbers
+
+    def receive(self) -> Tensor:
+        """Whether the loss is finite, 0-dim on its device, and nothing on a GPU that a host waits for.
+        Comes before read."""
+        if self.work:
+            self.work.wait()
+        finite = self.numbers[0].isfinite()
         self.arrived: torch.cuda.Event | None = None
-        if loss.is_cuda:  # on a stream of its own, so that the backward pass does not wait
-            self.numbers = torch.empty(len(numbers), pin_memory=True)
-            self.sums = numbers
+        if self.numbers.is_cuda:
+            on_host = torch.empty(len(self.numbers), pin_memory=True)
+            self.numbers = on_host.copy_(self.numbers, non_blocking=True)
             self.arrived = torch.cuda.Event()
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                if self.work:
-                    self.work.wait()
-                self.numbers.copy_(self.sums, non_blocking=True)
-                self.arrived.record()
+            self.arrived.record()
+        return finite
 
     def read(self) -> tuple[float, int]:
         """The loss, and the first of REASONS that a rank has, or 0."""
         if self.arrived:
             self.arrived.synchronize()
-        elif self.work:
-            self.work.wait()
         loss, *flags = self.numbers.tolist()
         reasons = [reason for reason, flag in zip(REASONS, flags) if flag]
         return loss, (reasons or [0])[0]
@@ -117,7 +130,7 @@ class Run:
     """One run of a script, from its start or a checkpoint to its log's last line.
 
     In a with block, all ranks call: open, announce, timed_warm_up, restore, read_ahead; then in each
-    step must_pause, save_or_stop, send_loss, receive_loss, log_step; at the end finish.
+    step must_pause, save_or_stop, send_loss, check_loss, log_step; at the end finish.
     settings: a dataclass with log_dir, run_id, resume, save_every, save_minutes, keep_checkpoints
     and total_iterations. parse(saved) gives them anew, over those of a checkpoint that is resumed;
     without it they must be the checkpoint's. The manager is what runtime/checkpoints.py needs."""
@@ -140,6 +153,9 @@ class Run:
         self.resumed: dict[str, Any] | None = None  # the checkpoint's content
         self.reason = 0  # to stop: one of REASONS, the same on all ranks
         self.due = False  # a checkpoint, by --save_minutes
+        self.reports: list[LossReport] = []  # not read yet
+        self.ahead = int(ranks.device.type == "cuda")  # so many, while the host goes on
+        self.loss = math.nan  # the newest one read
         self.faults: list[str] = []  # of this rank's data
         self.saved_step = -1
         self.not_saved = ""  # the last save's error
@@ -297,6 +313,8 @@ class Run:
     @contextmanager
     def timed_warm_up(self) -> Iterator[None]:
         compiled = self.settings.compile or self.ranks.device.type == "cuda"
+        if compiled:
+            cache_graphs(self.logged)
         self.log.show("warm-up: every shape of the schedule" + compiled * ", compiled: minutes")
         started = time.perf_counter()
         yield
@@ -321,9 +339,9 @@ class Run:
     # Data
 
     def read_ahead(self, opened: Callable[[], Iterator], per_step: int, steps: int) -> Iterator:
-        """The micro-batches of so many steps, `per_step` in each, read a step early. If reading fails
-        on any rank, the run stops after the step before, saved."""
-        batches = FetchedAhead(opened, per_step, steps, self.faults)
+        """The micro-batches of so many steps, `per_step` in each, read early. If reading fails on any
+        rank, the run stops before the step that would need them, saved."""
+        batches = FetchedAhead(opened, per_step, steps, self.faults, 1 + self.ahead)
         if any(self.ranks.gather(bool(self.faults))):
             self.reason = BAD_DATA
         return iter(batches)
@@ -338,22 +356,33 @@ class Run:
         self.step = step
         minutes = (time.perf_counter() - self.saved_at) / 60
         is_due = self.ranks.first and 0 < self.settings.save_minutes <= minutes
-        self.report = LossReport(loss, self._own_reason() or is_due * SAVE, self.ranks)
+        reason = self._own_reason() or is_due * SAVE
+        self.reports.append(LossReport(step, loss, reason, self.ranks))
 
-    def receive_loss(self) -> float:
-        """The mean loss of all ranks. Raises AgreedError, naming parameters, if it is not finite."""
-        loss, reason = self.report.read()
-        self.due = reason == SAVE
-        self.reason = 0 if self.due else reason
-        if not math.isfinite(loss):
-            raise AgreedError(
-                f"the training loss is {loss} at step {self.step}: stopped before its update; "
-                f"{self._not_finite()}; lower the learning rate or look at the last change"
-            )
-        return loss
+    def check_loss(self) -> Tensor | None:
+        """Before a step's update, after its backward pass. On a CPU its loss is read. A GPU's host
+        reads the loss of the step before and returns whether this one's is finite, as a 0-dim tensor
+        on the GPU. Raises AgreedError, naming parameters, if the loss that it has read is not."""
+        finite = self.reports[-1].receive()
+        self._read_losses(self.ahead)
+        return finite if self.ahead else None
+
+    def _read_losses(self, leave: int = 0) -> None:
+        """Read all reports but so many. Raises AgreedError."""
+        while len(self.reports) > leave:
+            report = self.reports.pop(0)
+            self.loss, reason = report.read()
+            self.due = reason == SAVE
+            self.reason = 0 if self.due else reason
+            if not math.isfinite(self.loss):
+                raise AgreedError(
+                    f"the training loss is {self.loss} at step {report.step}, whose update changes "
+                    f"nothing; {self._not_finite()}; lower the learning rate or look at the last change"
+                )
 
     def _not_finite(self) -> str:
-        """The parameters with infinities or NaN on any rank, or else those with such gradients."""
+        """The parameters with infinities or NaN on any rank, or else those with such gradients: on a
+        GPU of the step after, with the same weights."""
         optimizer = self.manager.optimizer
         weights = {label: param.detach() for label, param in optimizer.params.items()}
         for kind, tensors in (("weights", weights), ("gradients", optimizer.gradients())):
@@ -361,15 +390,15 @@ class Run:
             bad = set().union(*self.ranks.gather(own))
             if bad:
                 return f"not finite: the {kind} of {', '.join(sorted(bad))}"
-        return "weights and gradients are finite"
+        return "weights and pending gradients are finite"
 
-    def log_step(self, line: str, loss: float) -> None:
-        """Write a step's line. A terminal shows it as one live line, with loss and time left, by
-        tokens. After some steps a line tells how long the run will take."""
+    def log_step(self, line: str) -> None:
+        """Write a step's line. A terminal shows it as one live line, with the newest loss and the time
+        left, by tokens. After some steps a line tells how long the run will take."""
         done = self.step + 1
         seconds = self.clock.ms() / 1000
         left = int(seconds * (self.tokens[-1] / self.tokens[done] - 1))
-        live = f"{line} loss:{loss:.4f} {left // 60}:{left % 60:02d} left"
+        live = f"{line} loss:{self.loss:.4f} {left // 60}:{left % 60:02d} left"
         self.log.write_step(line, live)
         since = done - self.first_step
         if since == TIMED_STEPS.start:
@@ -391,7 +420,9 @@ class Run:
 
     def save_or_stop(self, step: int) -> None:
         """Save if that is due. Raises Stopped after a signal, AgreedError after bad data; both save
-        first, if saving is on. The clock must stand."""
+        first, if saving is on. Raises AgreedError as well if the last loss is not finite. The clock
+        must stand."""
+        self._read_losses()
         if self.must_pause(step) and not self.reason:
             self.log.show(self._save(step))
         self.stop_if_signalled(step)
@@ -450,6 +481,7 @@ class Run:
 
         self.not_saved = self.ranks.gather(self.ranks.on_first(write))[0]
         self.saved_step = step
+        self.due = False
         self.saved_at = time.perf_counter()
         if self.not_saved:
             self.log.write(self.not_saved, console=False)

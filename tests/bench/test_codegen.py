@@ -206,15 +206,22 @@ generated.CONFIGS = 1  # of a kernel: the fewest of several are counted in small
 
 
 @pytest.mark.slow
-def test_the_command_counts_a_script_and_a_second_model_compiles_nothing(tmp_path: Path) -> None:
-    """Of a model with one layer: its own matmuls, and more kept than its hidden layer."""
+def test_the_command_counts_a_script_and_a_run_compiles_what_it_must(tmp_path: Path) -> None:
+    """Of a model with one layer: its own matmuls, and more kept than its hidden layer. In its warm-up
+    three graphs of training, forward and backward, and one of validation; the run's model has none."""
     idea, counted = tmp_path / "idea.py", tmp_path / "counted.json"
     idea.write_text(IDEA.format(root=str(ROOT), script=str(ROOT / "train_gpt.py")))
-    asked = [f"--tokens={T}", "--twice", f"--output={counted}", f"--save_code={tmp_path / 'code'}"]
+    asked = [
+        f"--tokens={T}",
+        "--warm_up",
+        f"--output={counted}",
+        f"--save_code={tmp_path / 'code'}",
+    ]
     done = run("bench/codegen.py", str(idea), *asked)
     assert done.returncode == 0, done.stderr
     found = json.loads(counted.read_text())[0]
-    assert found["again"] == {f"{T} tokens": [2, 0]}
+    graphs_of = {what: graphs for what, graphs, _ in found["warm_up"]}
+    assert list(graphs_of.values()) == [2, 1, 2, 0, 2, 0, 0, 0, 11, 0], graphs_of
     graphs = found["passes"][str(T)]
     assert [graph["phase"] for graph in graphs] == ["forward", "backward"]
     assert 2 * T * HIDDEN < graphs[0]["saved"] < 4 * T * VOCAB

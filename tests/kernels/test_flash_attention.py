@@ -20,12 +20,12 @@ from common import ROOT, normal, train_gpt
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 P, H, D = 96, 2, tk.FA4_HEAD_DIM
 SCALE = 0.1
-ON = "FA4 in training (flash-attn-4 4.0.0b36), varlen_attn, FA2 in evaluation"
+ON = "FA4 in training (flash-attn-4 4.0.0b36), FA2 in evaluation"
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int, scale: float) -> Tensor:
     bias = tk.band_bias(starts, len(q), window, FP32)
-    return tk._BandedAttention.apply(q, k, v, bias, scale).to(q.dtype)
+    return tk._BandedAttention.apply(q, k, v, bias, tk.graph_input(scale)).to(q.dtype)
 
 
 class Package:
@@ -63,25 +63,46 @@ class Package:
             save_for_backward=lambda *tensors: setattr(kept, "saved_tensors", tensors)
         )
         bias = tk.band_bias(cu_seqlens_q, len(q), window_size_left, FP32)
-        tk._BandedAttention.forward(kept, q, k, v, bias, softmax_scale)
+        tk._BandedAttention.forward(kept, q, k, v, bias, tk.graph_input(softmax_scale))
         gradients = tk._BandedAttention.backward(kept, dout)[:3]
         for name, x, gradient in zip(("dq", "dk", "dv"), (dq, dk, dv), gradients):
             x.copy_(gradient * (1.05 if self.wrong == name else 1))
         return dq, dk, dv
 
 
+def fa4_names(cu_q, cu_k, max_q, max_k, scale, **window) -> dict[str, object]:
+    return dict(
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+        softmax_scale=scale, **window,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
-    """An H100 with the package, both as far as Python sees; varlen_attn computes by blocks and says so."""
-    import torch.nn.attention.varlen as varlen
-
+    """An H100 with the package, both as far as Python sees; FlashAttention 2 computes by blocks, as the
+    package's stand-in does, and says so."""
     package = Package()
+    sound = Package()
 
-    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+    def fa2(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, **window):
+        assert (dropout, causal, debug) == (0.0, False, False)
         package.calls.append("FA2")
-        return banded(q, k, v, cu_q, window_size[0], scale)
+        options = fa4_names(cu_q, cu_k, max_q, max_k, scale, **window)
+        return sound._flash_attn_fwd(q, k, v, **options, return_lse=True)
 
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    def fa2_backward(
+        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, unused,
+        *, scale, **window,
+    ):  # fmt: skip
+        assert (dropout, causal, state.shape, unused.numel()) == (0.0, False, (2,), 0)
+        package.calls.append("FA2 backward")
+        results = [torch.empty_like(q) for _ in range(3)]
+        options = fa4_names(cu_q, cu_k, max_q, max_k, scale, **window)
+        options |= dict(zip(("dq", "dk", "dv"), results))
+        return sound._flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
+
+    monkeypatch.setattr(tk, "_fa2_forward", fa2)
+    monkeypatch.setattr(tk, "_fa2_backward", fa2_backward)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
@@ -134,9 +155,7 @@ def test_fa4_runs_in_training_once_it_has_been_tried(package) -> None:
         assert used() == ["FA2"]
 
 
-LONGER = (
-    r"varlen_attn, FA2: .* 4 to 8 % longer than with FA4 \({}; see runtime/requirements-hop.*\)"
-)
+LONGER = r"FA2: .* 4 to 8 % longer than with FA4 \({}; see runtime/requirements-hop.*\)"
 FAULTS = {
     "absent": "PackageNotFoundError: No package metadata was found for flash-attn-4",
     "older": "ImportError: flash-attn-4 4.0.0b35 is installed, not 4.0.0b36",
@@ -170,7 +189,7 @@ def test_without_fa4_training_goes_on_and_the_log_says_why(monkeypatch, package,
 
 def test_other_machines_do_not_look_for_fa4(monkeypatch, package) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert tk.flash_attention() == "varlen_attn, FA2"
+    assert tk.flash_attention() == "FA2"
     tk.flash_attention.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tk.flash_attention() == "banded, in PyTorch"
@@ -200,55 +219,59 @@ def test_kernels_py_times_both_in_every_stage(monkeypatch, package) -> None:
 # What it is given
 
 
-@pytest.mark.parametrize("window", [0, 20, 200])
-def test_fa4_attends_to_the_band(package, window: int) -> None:
+@pytest.mark.parametrize("window", [0, 20, torch.tensor(200)])
+@pytest.mark.parametrize("calls", [["forward", "backward"], ["FA2", "FA2 backward"]])
+def test_both_attend_to_the_band(package, calls: list[str], window: int) -> None:
     """Output and gradients of views, as those of the reference: the same window, scale and documents."""
-    assert tk.flash_attention() == ON
+    if calls[0] == "forward":
+        assert tk.flash_attention() == ON
     *qkv, starts = inputs()
     grad = normal("grad", (H, P, D)).bfloat16().transpose(0, 1)
     results = []
-    for bias in (None, tk.band_bias(starts, P, window, FP32)):
+    for bias in (None, tk.band_bias(starts, P, int(window), FP32)):
         out = tk.attend(*qkv, tk.Band(starts, window, P, bias), SCALE)
         results.append([out, *torch.autograd.grad(out, qkv, grad)])
-    assert package.calls[-2:] == ["forward", "backward"]
+    assert package.calls[-2:] == calls
     for found, expected in zip(*results):
         assert found.dtype == BF16 and torch.equal(found, expected)
 
 
-def test_fa4_keeps_the_rules_of_custom_operators(monkeypatch) -> None:
+def test_attention_keeps_the_rules_of_custom_operators(monkeypatch) -> None:
     """Schema, registered autograd, fake tensors of the same shapes, dtypes and strides, tracing."""
     monkeypatch.setattr(tk, "_fa4", Package())
     q, k, v, starts = inputs()
-    numbers = (P, 20, SCALE)
-    library.opcheck(
-        torch.ops.bankrun.flash_attention_4.default, (q, k.detach(), v, starts, *numbers)
-    )
+    rest = (starts, tk.graph_input(20), tk.graph_input(SCALE), P, True)
+    library.opcheck(torch.ops.bankrun.flash_attention.default, (q, k.detach(), v, *rest))
     plain = [x.detach() for x in (q, k, v)]
-    out, lse = tk.fa4_op(*plain, starts, *numbers)
-    args = (out, *plain, out, lse, starts, *numbers)
-    library.opcheck(torch.ops.bankrun.flash_attention_4_backward.default, args)
+    out, lse = tk.flash_attention_op(*plain, *rest)
+    args = (out, *plain, out, lse, *rest)
+    library.opcheck(torch.ops.bankrun.flash_attention_backward.default, args)
 
 
-def test_fa4_is_one_node_of_one_graph(monkeypatch) -> None:
+def test_one_graph_serves_all_windows_and_scales(monkeypatch) -> None:
+    """One for training and one for evaluation, with attention as one node of it."""
     monkeypatch.setattr(tk, "_fa4", SimpleNamespace())
     nodes = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
-        nodes.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        nodes.append([x for x in graph.graph.nodes if "flash_attention" in str(x.target)])
         return graph.forward
 
     q = torch.empty(P, H, D, device="meta", dtype=BF16, requires_grad=True)
-    band = tk.Band(torch.empty(5, device="meta", dtype=torch.int32), 16, P, None)
+    starts = torch.empty(5, device="meta", dtype=torch.int32)
     torch._dynamo.reset()
     attend = torch.compile(tk.attend, backend=keep, fullgraph=True, dynamic=False)
-    assert attend(q, q, q, band, SCALE).shape == q.shape
-    with torch.no_grad():
-        attend(q, q, q, band, SCALE)
+    for training in (True, False):
+        for window, scale in ((16, 0.1), (32, 0.2)):
+            with torch.set_grad_enabled(training):
+                band = tk.Band(starts, tk.graph_input(window), P, None)
+                assert attend(q, q, q, band, tk.graph_input(scale)).shape == q.shape
     torch._dynamo.reset()
-    assert ["bankrun.flash_attention_4" in " ".join(found) for found in nodes] == [True, False]
+    assert [[node.args[-1] for node in found] for found in nodes] == [[True], [False]]  # FA4
 
 
-def test_every_layer_hands_fa4_its_positions_and_window(monkeypatch) -> None:
+@pytest.mark.parametrize("fa4", [True, False])
+def test_every_layer_hands_attention_its_positions_and_window(monkeypatch, fa4: bool) -> None:
     """The model at the record preset's widths in fake tensors: forward and backward, paired and plain."""
     calls = {"forward": [], "backward": []}
 
@@ -259,9 +282,10 @@ def test_every_layer_hands_fa4_its_positions_and_window(monkeypatch) -> None:
 
         return record
 
-    monkeypatch.setattr(tk, "_fa4", SimpleNamespace())
-    monkeypatch.setattr(tk, "fa4_op", recorded("forward", tk.fa4_op))
-    monkeypatch.setattr(tk, "fa4_backward_op", recorded("backward", tk.fa4_backward_op))
+    monkeypatch.setattr(tk, "_fa4", SimpleNamespace() if fa4 else None)
+    for name, key in (("", "forward"), ("_backward", "backward")):
+        operator = f"flash_attention{name}_op"
+        monkeypatch.setattr(tk, operator, recorded(key, getattr(tk, operator)))
     h = train_gpt.Hyperparameters()
     tokens = 16384
     sizes = (h.vocab_size, len(train_gpt.LAYERS), h.num_heads, h.head_dim, h.model_dim, tokens)
@@ -282,4 +306,5 @@ def test_every_layer_hands_fa4_its_positions_and_window(monkeypatch) -> None:
         assert all(last == 1 and not (a % 8 or b % 8) for a, b, last in strides), layer
         assert starts.shape == (65,) and starts.dtype == torch.int32
         window = {"short": 128, "long": 384}[layer.window]
-        assert numbers == list(backward[-3:]) == [p * 2048, window, h.attention_scale], layer
+        expected = [window, h.attention_scale, p * 2048, fa4]
+        assert [*map(float, numbers)] == [*map(float, backward[-4:])] == expected, layer

@@ -77,15 +77,6 @@ def test_compiled_polar_express_is_one_graph(gpu_kernels) -> None:
     assert sum("bankrun" in node for node in nodes) == 15
 
 
-def test_compiled_attention_is_one_graph(gpu_kernels) -> None:
-    """varlen_attn is imported at the first call, which may be inside of a compiled model."""
-    q = on_meta(64, 2, 8)
-    band = tk.Band(on_meta(4, dtype=torch.int32), 16, 64, None)
-    found, nodes = one_graph(tk.attend, q, q, q, band, 0.1)
-    assert found.shape == q.shape and found.dtype == BF16
-    assert sum("varlen_attn" in node for node in nodes) == 1
-
-
 # The whole model
 
 

@@ -33,8 +33,9 @@ def recorded_run(rank: int, world_size: int, fields: dict) -> dict:
     def recorded(kind, function):
         def call(step, manager, *rest):
             found["weights"][kind, step] = parameters_of(manager.model)
-            found[kind][step] = function(step, manager, *rest)
-            return found[kind][step]
+            result = function(step, manager, *rest)
+            found[kind][step] = rest[-1].loss if kind == "training" else result  # of the Run
+            return result
 
         return call
 

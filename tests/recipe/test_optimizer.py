@@ -632,3 +632,29 @@ def test_each_rank_has_the_state_of_its_own_rows_alone(trained, world_size: int)
             for name, x in state.items():
                 expected = one[0]["state"][label][name].shape
                 assert not x.ndim or len(x) * parts == expected[0], (label, name)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_flag_on_the_device_decides_whether_a_step_changes_anything(finite: bool) -> None:
+    """All rules, in a step with Adam and one without. If it is false the gradients may be anything."""
+    results = []
+    for flag in (None, torch.tensor(finite)):
+        model = tiny_gpt(torch.float64)
+        manager = TrainingManager(model, short_schedule())
+        for step in range(4):
+            add_gradients(model, step)
+            late = step >= 2  # there is state by then
+            if late and not finite:
+                if flag is None:
+                    model.zero_grad()
+                    continue
+                for param in model.parameters():
+                    param.grad[0] = math.nan
+            manager.optimizer.finite = flag if late else None
+            manager.step_optimizers(step)
+        state = manager.optimizer.state
+        tensors = {
+            label: {k: x for k, x in own.items() if k != "step"} for label, own in state.items()
+        }
+        results.append({"params": parameters_of(model), "state": tensors})
+    assert unequal(*results) == []

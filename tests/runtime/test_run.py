@@ -3,6 +3,8 @@
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import tiny_settings, train_gpt
+from common import ROOT, tiny_settings, train_gpt
 from runtime import run
 from runtime.checkpoints import course, differences, raise_if_any
 from runtime.log import Log
@@ -61,14 +63,16 @@ def test_what_is_timed(shards, tmp_path, monkeypatch):
 
 def reported(rank, world_size):
     reasons = (0, BAD_DATA, int(signal.SIGTERM))
-    return [
-        LossReport(torch.tensor(1.0 + rank), reason * rank, Ranks(rank, world_size, CPU)).read()
-        for reason in reasons
-    ]
+    found = []
+    for reason in reasons:
+        loss = torch.tensor(1.0 + rank)
+        report = LossReport(0, loss, reason * rank, Ranks(rank, world_size, CPU))
+        found.append((report.receive().item(), *report.read()))
+    return found
 
 
 def test_every_rank_reads_the_mean_loss_and_a_reason_to_stop(run_ranks):
-    expected = [(1.5, 0), (1.5, BAD_DATA), (1.5, signal.SIGTERM)]
+    expected = [(True, 1.5, 0), (True, 1.5, BAD_DATA), (True, 1.5, signal.SIGTERM)]
     assert run_ranks(2, reported) == [expected, expected]
 
 
@@ -99,3 +103,51 @@ def test_the_course_is_the_batches_of_the_first_steps():
 
     batches = "2 × 8 cut at 4 + 1 × 16 cut at 4"
     assert course(Manager, 3) == {"tokens in batches": batches, "tokens": "32"}
+
+
+COMPILES = """
+import math, sys
+from pathlib import Path
+sys.path.insert(0, "{root}")
+import torch
+from torch import library
+from torch._dynamo.utils import counters
+from runtime.run import cache_graphs
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@library.custom_op("test::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+triple.register_fake(torch.empty_like)
+triple.register_autograd(lambda ctx, grad: {factor} * grad)
+cache_graphs({{"script.py": Path(__file__).read_text()}})
+x = torch.ones(4, requires_grad=True)
+torch.compile(lambda x: triple(Double.apply(x)).sin().sum())(x).backward()
+counts = counters["aot_autograd"]
+print(round(x.grad[0].item() / math.cos(6)), counts["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_a_graph_comes_from_the_cache_unless_an_operator_has_changed(tmp_path, monkeypatch):
+    """PyTorch's own key does not hold the backward formula that an operator registers."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    script = tmp_path / "script.py"
+    results = []
+    for factor in (3, 3, 7):
+        script.write_text(COMPILES.format(root=str(ROOT), factor=factor))
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+        results.append(done.stdout.strip() or done.stderr)
+    assert results == ["6 0", "6 1", "14 0"]
