@@ -210,8 +210,8 @@ class ParamConfig:
         return {}
 
     def update(self, rows: Tensor, grad: Tensor, state: dict[str, Any], args: UpdateArgs) -> None:
-        """One step on a rank's rows, in place; grad · args.grad_scale is the step's gradient. Unless
-        args.finite, nothing may change."""
+        """One step on a rank's rows, in place; grad · args.grad_scale is the step's gradient. Where
+        args.finite is a tensor and false, no weight and no moment may change: use only_if."""
         raise NotImplementedError
 
 
@@ -225,14 +225,14 @@ def zeros_for(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def scalar(x: float | Tensor) -> Tensor:
-    """A 0-dim CPU tensor: changing it recompiles no update, and it never widens a tensor. A tensor
-    stays as it is."""
+    """A 0-dim CPU tensor, for the updates: changing it recompiles none, and it never widens a tensor.
+    A tensor stays as it is."""
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
 def only_if(finite: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | float]:
     """The gradient and 1, or where `finite` is false zeros and 0: an update that multiplies its rates by
-    that leaves everything as it is. So no host has to wait for the loss. None: it has waited."""
+    that leaves everything as it is. So a GPU's host does not wait for the loss. None: a CPU's has."""
     if finite is None:
         return grad, 1.0
     return torch.where(finite, grad, 0), finite.to(grad.dtype)
@@ -614,7 +614,7 @@ class ForwardSchedule(NamedTuple):
     # Weight of the k-th next token in the loss: (3,), (2,) or (1,) fp32, on the model's device.
     mtp_weights: Tensor
     # In positions; a paired layer has two per token, so its window covers half as many tokens.
-    # On a GPU as inputs of a graph, which serves all windows.
+    # With FlashAttention as inputs of a graph, which serves all windows.
     short_window: int | Tensor
     long_window: int | Tensor
     max_doc_len: int = 0  # tokens of the longest document in the micro-batch; 0: unknown
@@ -711,7 +711,22 @@ class GPT(nn.Module):
         """In training the loss of several targets, summed over tokens; else the mean next-token loss;
         both in fp32 or better. inputs (T,) int32, targets (T,) int64, cu_seqlens (slots,) int32:
         document starts, padded with T."""
-        x = self.hidden_states(inputs, cu_seqlens, schedule)
+        return self.loss(self.look_up(inputs), inputs, targets, cu_seqlens, schedule)
+
+    def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables' rows: embeddings (T, dim), value embeddings (T, VALUE_LAYERS·dim), bigrams
+        (T, dim / 4)."""
+        x, values = lookup(self.embed, self.value_embeds, tokens=tokens)
+        hashed = hash_bigrams(tokens, len(self.bigram_embed))
+        (bigrams,) = lookup(self.bigram_embed, tokens=hashed)
+        return x, values, bigrams
+
+    def loss(
+        self, rows: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, cu_seqlens: Tensor,
+        schedule: ForwardSchedule,
+    ) -> Tensor:  # fmt: skip
+        """What forward gives, from the tables' rows at the inputs."""
+        x = self.hidden_states(inputs, cu_seqlens, schedule, rows)
         weights = schedule.mtp_weights
         if not self.training:
             next_token_only = torch.ones(1, device=x.device, dtype=weights.dtype)
@@ -724,9 +739,10 @@ class GPT(nn.Module):
         return head_loss(x, self.lm_head, columns, weights, self.fp8_head)
 
     def hidden_states(
-        self, inputs: Tensor, cu_seqlens: Tensor, schedule: ForwardSchedule
+        self, inputs: Tensor, cu_seqlens: Tensor, schedule: ForwardSchedule, rows: tuple = ()
     ) -> Tensor:
-        """What the LM head reads, (T, dim)."""
+        """What the LM head reads, (T, dim). rows: what look_up gives, if it is there."""
+        x, values, bigram = rows or self.look_up(inputs)
         T = len(inputs)
         dim = self.model_dim
         # Scalars by name.
@@ -749,12 +765,10 @@ class GPT(nn.Module):
             W8 = list(zip(*quantize_by_largest(self.mlp.detach()[:, 0])))
         bands = self.bands(cu_seqlens, T, schedule)
 
-        # Embeddings: (T, dim), (T, VALUE_LAYERS·dim), (T, dim / 4). Each token sees a bit of the
-        # one before it: smear.
-        x, values = lookup(self.embed, self.value_embeds, tokens=inputs)
         value_embeds = values.split(dim, 1)
         values = by_layer("value_embed", value_embeds)
-        bigram = self.signed_bigrams(inputs)
+        bigram = self.signed_bigrams(bigram, inputs)
+        # Each token sees a bit of the one before it: smear.
         gate = torch.sigmoid(gate_logits(x[1:], self.smear_gate))
         smear = scalars["smear_lambda"][0] * gate
         x = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
@@ -792,10 +806,9 @@ class GPT(nn.Module):
             x = x + weight * kept[name]
         return norm(x)
 
-    def signed_bigrams(self, tokens: Tensor) -> Tensor:
-        """(T, dim / 4): the row of each token and the one before it, times a row of random signs.
+    def signed_bigrams(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """The rows of each token and the one before it, (T, dim / 4), times rows of random signs.
         Bigrams that share a row disagree in half of their signs: each is noise to the other."""
-        (rows,) = lookup(self.bigram_embed, tokens=hash_bigrams(tokens, len(self.bigram_embed)))
         return rows * F.embedding(sign_rows(tokens), self.bigram_signs)
 
     def gated_value(self, xn: Tensor, value: Tensor, ve_gate: Tensor) -> Tensor:
@@ -1118,7 +1131,9 @@ class NorMuonAndAdam:
         self.lr_schedule = 1.0  # these two come from the schedule, before each step
         self.momentum = 0.95
         device = next(iter(self.params.values())).device
-        on_gpu = device.type == "cuda"  # where this comes from the loss
+        # On a GPU, whether the step's loss is finite: forward_backward sets it. A tensor from the
+        # start, so that the warm-up compiles the updates of the run.
+        on_gpu = device.type == "cuda"
         self.finite = torch.ones((), dtype=torch.bool, device=device) if on_gpu else None
         self.grad_divisor = 1  # gradients are sums over this many micro-batches
         # By label: rows of the whole parameter. If they are padded, the parameter is a view of them.
@@ -1521,6 +1536,11 @@ class TrainingManager:
 # Model and data of a run
 
 
+def compile_model(model: GPT) -> None:
+    """Compile all but the lookups, which add the tables' gradients up in place."""
+    model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
+
+
 def build(
     h: Hyperparameters, ranks: Ranks, max_val_doc_len: int = 0, prefixes: Any = None
 ) -> TrainingManager:
@@ -1536,7 +1556,7 @@ def build(
         model.float()
     model.to(ranks.device)
     if h.compile:
-        model.compile(dynamic=False, fullgraph=True)
+        compile_model(model)
     manager = TrainingManager(model, h)
     manager.max_val_doc_len = max_val_doc_len
     return manager
@@ -1592,7 +1612,8 @@ def is_validated(step: int, h: Hyperparameters) -> bool:
 
 def shapes(h: Hyperparameters, first_step: int = 0) -> Iterator[tuple[int, bool, int]]:
     """(step, whether it trains, tokens of a micro-batch) of every shape of a forward pass in the
-    schedule from first_step on. On a GPU one graph serves all windows, on a CPU each has its own."""
+    schedule from first_step on. With FlashAttention one graph serves all windows; on a CPU each has
+    its own."""
     seen = set()
     for step in range(first_step, h.total_iterations + 1):
         current = step_schedule(step, h)
@@ -1619,10 +1640,12 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
         model.train(training)
         model.zero_grad()
         batch = synthetic_batch(tokens, max_doc_len=manager.current.max_doc_len, **sizes)
-        with torch.set_grad_enabled(training):
-            loss = model(*to_device(batch, ranks.device), manager.forward_schedule())
-        if training:
-            loss.backward()
+        batch = to_device(batch, ranks.device)
+        for _ in range(1 + training):  # the second gradient is added to the first
+            with torch.set_grad_enabled(training):
+                loss = model(*batch, manager.forward_schedule())
+            if training:
+                loss.backward()
     # Updates at even and odd steps; tied, at the split, and after it.
     split = manager.split_step
     for step in (0, 1, split, split + 1, split + 2):

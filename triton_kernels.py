@@ -142,16 +142,19 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **cons
     kernel[grid](*args, **constants, **OPTIONS)
 
 
-def operator(name: str, fake: Callable) -> Callable[[Callable], library.CustomOpDef]:
+def operator(
+    name: str, fake: Callable, changes: tuple[str, ...] = ()
+) -> Callable[[Callable], library.CustomOpDef]:
     """The decorated function as custom operator bankrun::name, one node of a compiled graph.
 
-    fake takes the same arguments and returns tensors of the result's shapes and dtypes. PyTorch's wrapper
+    fake takes the same arguments and returns tensors of the result's shapes and dtypes. changes: arguments
+    that are written to. PyTorch's wrapper
     keeps Dynamo out of the function and imports Dynamo for that: 2 s of every rank's start. On a CPU the
     function therefore runs unwrapped until something else has imported Dynamo.
     """
 
     def register(function: Callable) -> library.CustomOpDef:
-        node = library.custom_op("bankrun::" + name, function, mutates_args=())
+        node = library.custom_op("bankrun::" + name, function, mutates_args=changes)
         node.register_fake(fake)
         wrapped = torch._disable_dynamo(function)
 
@@ -175,8 +178,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def graph_input(x: float | Tensor) -> Tensor:
-    """A number as (1,) fp64 on the CPU: a new value compiles no graph anew. A tensor stays as it is.
-    (PyTorch takes the value of a 0-dim one out of it, and traces a graph that uses it twice.)"""
+    """A number as (1,) fp64 on the CPU, for the model: a new value compiles no graph anew. A tensor stays
+    as it is. (Not 0-dim: a model on a CPU, where it is a factor of a tensor, would be traced twice.)"""
     return x if isinstance(x, Tensor) else torch.tensor([x], dtype=torch.float64, device="cpu")
 
 
@@ -284,7 +287,8 @@ def lookup(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
     """The rows of each table at the tokens, (T, width) each; differentiable in the tables.
 
     Tables are (vocab, width), all of one vocab; tokens (T,) int32. Several tables share one sort of the
-    tokens in the backward pass. From: R65, for the value tables.
+    tokens in the backward pass (from R65, for the value tables). On a GPU that adds to table.grad by itself,
+    and autograd sees no gradient of the table: not for torch.autograd.grad, nor inside a compiled graph.
     """
     return [F.embedding(tokens, each) for each in (table, *tables)]
 
@@ -306,17 +310,19 @@ SCATTER_ITEMS = 8  # a program: enough to hide its start, few enough to balance 
 @triton.jit
 def scatter_kernel(
     grad, order, starts, out,  # (T, dim); (T,) int64; (V + 1,) int32; (V, dim)
-    V, dim, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    V, dim, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[v] = Σ grad[order[i]] over starts[v] ≤ i < starts[v + 1]: the gradient of the table's row v.
+    With ADD that is added to what out holds, from earlier micro-batches.
 
     An item is BLOCK columns of a row; each program takes every num_programs-th item. Neighbouring rows,
     often of similar frequency, go to different programs. The most frequent tokens of a BPE are its first,
     and go to the programs that start first.
     Faster: a row is read and written once, in 16 bits: 102 MB for 16384 tokens. PyTorch's zeros in fp32,
-    atomic additions and cast move 510 MB.
+    atomic additions and cast move 510 MB. With ADD, rows without positions are not touched, nearly all of a
+    table of bigrams; autograd would write their zeros and add them.
     Must hold: no atomics and one order of summation, so that a run repeats bit for bit; a sum is rounded
-    once; a row without positions is zero.
+    once; without ADD a row without positions is zero.
     """
     across = tl.cdiv(dim, BLOCK)
     for item in tl.range(tl.program_id(0), V * across, tl.num_programs(0)):
@@ -326,7 +332,8 @@ def scatter_kernel(
         end = tl.load(starts + token + 1)
         row = out + token * dim + c
         if start == end:
-            tl.store(row, tl.zeros((BLOCK,), out.dtype.element_ty), mask=c < dim)
+            if not ADD:
+                tl.store(row, tl.zeros((BLOCK,), out.dtype.element_ty), mask=c < dim)
         else:
             sums = tl.zeros((ROWS, BLOCK), tl.float32)
             for first in tl.range(start, end, ROWS, num_stages=3):
@@ -334,38 +341,47 @@ def scatter_kernel(
                 t = tl.load(order + i, mask=i < end, other=0)[:, None]
                 inside = (i < end)[:, None] & (c < dim)
                 sums += tl.load(grad + t * dim + c, mask=inside, other=0.0).to(tl.float32)
-            tl.store(row, tl.sum(sums, 0).to(out.dtype.element_ty), mask=c < dim)
+            total = tl.sum(sums, 0)
+            if ADD:
+                total += tl.load(row, mask=c < dim, other=0.0).to(tl.float32)
+            tl.store(row, total.to(out.dtype.element_ty), mask=c < dim)
 
 
-def _fake_scatter(grad: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    return grad.new_empty(len(starts) - 1, grad.size(1))
-
-
-def launch_scatter(grad: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """The gradient of a table, (vocab, dim), from that of its rows, grad (T, dim); the others: token_runs."""
-    out = _fake_scatter(grad, order, starts)
+def launch_scatter(grad: Tensor, order: Tensor, starts: Tensor, out: Tensor, add: bool) -> None:
+    """out (vocab, dim) becomes the gradient of a table, or that is added to it; grad (T, dim) is that of
+    the table's rows; order, starts: token_runs."""
     items = len(out) * triton.cdiv(out.size(1), SCATTER["BLOCK"])
     grid = (triton.cdiv(items, SCATTER_ITEMS),)
-    launch(scatter_kernel, grid, grad.contiguous(), order, starts, out, *out.shape, **SCATTER)
-    return out
+    tensors = (grad.contiguous(), order, starts, out)
+    launch(scatter_kernel, grid, *tensors, *out.shape, ADD=add, **SCATTER)
 
 
-scatter_op = operator("scatter", _fake_scatter)(launch_scatter)
+scatter_op = operator("scatter", lambda *_: None, changes=("out",))(launch_scatter)
 
 
 class _Lookup(torch.autograd.Function):
+    """Its backward pass adds the gradient to table.grad and returns none. Autograd would make a second
+    tensor of the table's size in each micro-batch, nearly all zeros, and add that."""
+
     @staticmethod
     def forward(ctx, table: Tensor, tokens: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        ctx.table = table
         ctx.save_for_backward(order, starts)
         return F.embedding(tokens, table)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return scatter_op(grad, *ctx.saved_tensors), None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[None, None, None, None]:
+        pending = ctx.table.grad
+        out = torch.empty_like(ctx.table) if pending is None else pending
+        scatter_op(grad, *ctx.saved_tensors, out, pending is not None)
+        ctx.table.grad = out
+        return None, None, None, None
 
 
 @lookup.kernel("cuda")
 def _lookup_cuda(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
+    if not torch.is_grad_enabled():
+        return [F.embedding(tokens, each) for each in (table, *tables)]
     runs = token_runs(tokens, len(table))
     return [_Lookup.apply(each, tokens, *runs) for each in (table, *tables)]
 

@@ -87,7 +87,7 @@ def has_tokens(kernel: dict, tokens: int) -> bool:
 
 
 def is_table(kernel: dict, tokens: int) -> bool:
-    if computes(kernel, "embedding", "index_put", "bankrun.scatter"):
+    if computes(kernel, "embedding", "index_put", "scatter_kernel"):
         return True
     large = max(map(max, kernel["shapes"])) > 50000
     return large and kernel["kind"] == "generated" and not has_tokens(kernel, tokens)
@@ -215,12 +215,28 @@ def measure(options: argparse.Namespace) -> dict:
             manager.advance_schedule(step)
             batch = [x.new_zeros(x.shape, device="cuda:0") for x in batches[tokens]]
             graphs = graphs_of(manager.model, *batch, manager.forward_schedule())
+            if manager.model._compiled_call_impl is None:  # else they are in the graph
+                add_lookups(graphs, manager.model, batch[0])
         fill_in_windows(graphs, step, trainer, h)
         found["passes"][tokens] = [graph.to_json() for graph in graphs]
         save(options, {f"{tokens}-{graph.phase}": graph.code for graph in graphs})
     for world_size in options.world_size if options.optimizer else []:
         found["updates"][world_size] = updates(trainer, h, world_size, options)
     return found
+
+
+def add_lookups(graphs: list, model: Any, inputs: Any) -> None:
+    """What is launched outside of the graphs: lookups, and their gradients added to pending ones."""
+    import torch
+
+    from bench.generated import launched_eagerly
+
+    for param in model.parameters():
+        param.grad = param.detach().clone()
+    rows = []
+    graphs[0].kernels.extend(launched_eagerly(lambda: rows.extend(model.look_up(inputs))))
+    gradients = [x.detach().clone() for x in rows]
+    graphs[1].kernels.extend(launched_eagerly(lambda: torch.autograd.backward(rows, gradients)))
 
 
 def fill_in_windows(graphs: list, step: int, trainer: ModuleType, h: Any) -> None:
@@ -241,7 +257,7 @@ def manager_of(trainer: ModuleType, h: Any) -> Any:
 
     with torch.device("cuda:0"):
         model = model_of(h, h.max_tokens, fp8=True)
-        model.compile(dynamic=False, fullgraph=True)
+        trainer.compile_model(model)
         return trainer.TrainingManager(model, h)
 
 

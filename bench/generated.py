@@ -135,7 +135,7 @@ def compiled_by(function: Callable, *args: Any, counted: bool = True) -> list[_L
 def graphs_of(function: Callable, *args: Any) -> list[Graph]:
     """The graphs that torch.compile makes of a call on fake tensors: forward, and backward if
     anything wants gradients. Raises whatever the compiler raises."""
-    if getattr(function, "_compiled_call_impl", None) is None:  # a model is compiled already
+    if not isinstance(function, torch.nn.Module):  # a model has compiled parts
         function = torch.compile(function, dynamic=False, fullgraph=True)
     found = compiled_by(function, *args)
     backward = next((lowered.graph for lowered in found if lowered.graph.is_backward), None)
@@ -519,7 +519,7 @@ class _Calls(TorchDispatchMode):
             return result
         if function.name().startswith(self.NO_KERNEL):
             return result
-        leaves = tree_leaves((args, kwargs, result))
+        leaves = tree_leaves(result if "embedding" in function.name() else (args, kwargs, result))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         kernel = Kernel(str(function), "other", sum(x.nbytes for x in tensors))
         kernel.shapes = [list(x.shape) for x in tensors]
@@ -529,6 +529,23 @@ class _Calls(TorchDispatchMode):
             kernel.shape = " × ".join(map(str, (*args[0].shape, args[1].shape[-1])))
         self.found.append(kernel)
         return result
+
+
+class _Eager(_Calls):
+    """The same, and what custom operators launch."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() in OPDEFS:
+            self.found += launches_of(function, *_on_meta((args, kwargs or {})))
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def launched_eagerly(run: Callable[[], None]) -> list[Kernel]:
+    """What a function on fake tensors launches outside of any graph."""
+    found: list[Kernel] = []
+    with _Eager(found):
+        run()
+    return found
 
 
 def launches_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> list[Kernel]:
@@ -557,6 +574,10 @@ def launched(launch: kernels.Launch) -> Kernel:
     accesses, loops, has_dot = accesses_of(resources.ttir)
     args = zip(launch.kernel.arg_names, launch.args)
     tensors = {name: getattr(arg, "base", arg) for name, arg in args}
+    if (
+        launch.kernel is tk.scatter_kernel and launch.options["ADD"]
+    ):  # it touches no more rows than there are positions
+        tensors["out"] = tensors["out"][: len(tensors["grad"])]
     programs, warps = math.prod(launch.grid), launch.options["num_warps"]
     kernel = Kernel(launch.kernel.fn.__name__, "kernel", programs=programs)
     kernel.shapes = [list(x.shape) for x in tensors.values() if isinstance(x, torch.Tensor)]

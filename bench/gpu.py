@@ -50,7 +50,7 @@ from data.loader import distributed_data_generator, train_pattern
 from runtime.ranks import Ranks
 from sample import load_script
 from train_gpt import EXTENSION, FINAL_VALIDATION, STAGES, ForwardSchedule, Hyperparameters
-from train_gpt import step_schedule
+from train_gpt import compile_model, step_schedule
 
 
 class SectionError(AssertionError):
@@ -227,7 +227,7 @@ def model(bench: Bench) -> tuple[str, Any]:
     if h.dtype == "float32":
         trained.float()
     if h.compile:
-        trained.compile(dynamic=False, fullgraph=True)
+        compile_model(trained)
     reference.float()
     one = dict(micro_batches=1, rank=0, world_size=1, bos_id=h.bos_id)
     loader = distributed_data_generator(train_pattern(h.data), tokens, longest_cut(h), **one)

@@ -191,6 +191,7 @@ PUBLISHED |= dict(
     norm=norm, norm_and_rotate_qk=norm_and_rotate_qk,
     fp8_head_loss=functools.partial(fp8_head_loss, loss=tk.softcapped_cross_entropy),
 )  # fmt: skip
+PUBLISHED["compile_model"] = lambda model: model.compile(dynamic=False, fullgraph=True)
 PLAIN = PUBLISHED | plain(tk.XXT, tk.XTX, tk.ba_plus_cAA)
 PLAIN |= dict(
     attend=attend, relu_squared_mlp=relu_squared_mlp, relu_squared_mlp_fp8=relu_squared_mlp_fp8,

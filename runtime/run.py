@@ -6,6 +6,7 @@ import itertools
 import math
 import platform
 import random
+import re
 import signal
 import time
 import uuid
@@ -46,13 +47,15 @@ def cache_graphs(sources: dict[str, str]) -> None:
     """Let PyTorch's cache on disk take graphs with autograd functions, as the model's.
 
     Its key is the graph that Dynamo traces. What a custom operator registers is not in it, such as a
-    backward formula: the sources that define operators become part of the key."""
+    backward formula: all sources become part of the key, the script only if it defines operators."""
     from torch._functorch import config as functorch
     from torch.compiler import config as compiler
 
     functorch.autograd_cache_allow_custom_autograd_functions = True
-    defining = "".join(text for text in sources.values() if "library" in text)
-    compiler.cache_key_tag = f"{zlib.crc32(defining.encode()):08x}"
+    script, *others = sources.values()
+    if re.search(r"custom_op|register_(autograd|fake)|operator\(", script):
+        others.append(script)
+    compiler.cache_key_tag = f"{zlib.crc32(''.join(others).encode()):08x}"
 
 
 class Clock:
@@ -104,7 +107,7 @@ class LossReport:
         self.numbers = numbers
 
     def receive(self) -> Tensor:
-        """Whether the loss is finite, 0-dim on its device, and nothing on a GPU that a host waits for.
+        """Whether the loss is finite, 0-dim on its device; on a GPU the host does not wait for it.
         Comes before read."""
         if self.work:
             self.work.wait()
@@ -154,7 +157,8 @@ class Run:
         self.reason = 0  # to stop: one of REASONS, the same on all ranks
         self.due = False  # a checkpoint, by --save_minutes
         self.reports: list[LossReport] = []  # not read yet
-        self.ahead = int(ranks.device.type == "cuda")  # so many, while the host goes on
+        # Reports left unread while the host goes on: on a GPU it is a step ahead.
+        self.ahead = int(ranks.device.type == "cuda")
         self.loss = math.nan  # the newest one read
         self.faults: list[str] = []  # of this rank's data
         self.saved_step = -1
@@ -340,7 +344,7 @@ class Run:
 
     def read_ahead(self, opened: Callable[[], Iterator], per_step: int, steps: int) -> Iterator:
         """The micro-batches of so many steps, `per_step` in each, read early. If reading fails on any
-        rank, the run stops before the step that would need them, saved."""
+        rank, the run stops before the step that would need them, saved; here, before the first."""
         batches = FetchedAhead(opened, per_step, steps, self.faults, 1 + self.ahead)
         if any(self.ranks.gather(bool(self.faults))):
             self.reason = BAD_DATA
@@ -381,8 +385,8 @@ class Run:
                 )
 
     def _not_finite(self) -> str:
-        """The parameters with infinities or NaN on any rank, or else those with such gradients: on a
-        GPU of the step after, with the same weights."""
+        """The parameters with infinities or NaN on any rank, or else those with such gradients. On a
+        GPU these are the next step's, which has the same weights as the update changed nothing."""
         optimizer = self.manager.optimizer
         weights = {label: param.detach() for label, param in optimizer.params.items()}
         for kind, tensors in (("weights", weights), ("gradients", optimizer.gradients())):
@@ -398,7 +402,8 @@ class Run:
         done = self.step + 1
         seconds = self.clock.ms() / 1000
         left = int(seconds * (self.tokens[-1] / self.tokens[done] - 1))
-        live = f"{line} loss:{self.loss:.4f} {left // 60}:{left % 60:02d} left"
+        loss = "" if math.isnan(self.loss) else f" loss:{self.loss:.4f}"  # none read yet
+        live = f"{line}{loss} {left // 60}:{left % 60:02d} left"
         self.log.write_step(line, live)
         since = done - self.first_step
         if since == TIMED_STEPS.start:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import triton_kernels as tk
 from common import SCRIPT, parameters_of, tiny_settings, unequal
 from runtime.ranks import AgreedError, Ranks, Signals
 from sample import load_script
@@ -112,7 +113,7 @@ def test_warm_up_compiles_all_that_the_run_needs(
     backend has no part in that, nor has the number of layers."""
     script = copy_of_script(
         tmp_path,
-        (r"model\.compile\(dynamic", 'model.compile(backend="eager", dynamic'),
+        (r"model\.loss, dynamic", 'model.loss, backend="eager", dynamic'),
         (
             r"\nATTENTION_LAYERS = ",
             "\nrows = (LAYERS[3], *LAYERS[6:8], *LAYERS[9:])\n"
@@ -131,3 +132,20 @@ def test_warm_up_compiles_all_that_the_run_needs(
     steps = dict(num_scheduled_iterations=12, num_extension_iterations=4, val_every=2)
     trained(script, tiny_settings(shards, tmp_path, compile=True, **steps))
     assert graphs[0] > 8 and fresh_dynamo["unique_graphs"] == graphs[0]
+
+
+def test_warm_up_adds_to_gradients_too(shards: Path, tmp_path: Path, monkeypatch) -> None:
+    """A GPU has one kernel for the first micro-batch of a table's gradient and one for the others."""
+    launched = set()
+
+    def record(grad, order, starts, out, add):
+        launched.add((*out.shape, add))
+        out.zero_()
+
+    script = copy_of_script(tmp_path)
+    monkeypatch.setattr(script, "lookup", tk._lookup_cuda)
+    monkeypatch.setattr(tk, "scatter_op", record)
+    h = tiny_settings(shards, tmp_path)
+    script.warm_up(script.build(h, ALONE), ALONE)
+    tables = {(rows, width) for rows, width, _ in launched}
+    assert len(tables) == 3 and len(launched) == 6
