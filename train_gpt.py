@@ -1502,8 +1502,7 @@ class TrainingManager:
             windows = map(graph_input, windows)
         if not self.model.training:  # one graph for all stages
             return ForwardSchedule(self.mtp_weights[:1], *windows, self.max_val_doc_len)
-        longest = current.max_doc_len
-        return ForwardSchedule(self.mtp_weights, *windows, longest, self.prefix_weight)
+        return ForwardSchedule(self.mtp_weights, *windows, current.max_doc_len, self.prefix_weight)
 
     def batch_tokens(self, step: int) -> int:
         return step_schedule(step, self.h).batch_tokens
@@ -1610,7 +1609,7 @@ def is_validated(step: int, h: Hyperparameters) -> bool:
     return step == h.total_iterations or (h.val_every > 0 and step % h.val_every == 0)
 
 
-def shapes(h: Hyperparameters, first_step: int = 0) -> Iterator[tuple[int, bool, int]]:
+def forward_shapes(h: Hyperparameters, first_step: int = 0) -> Iterator[tuple[int, bool, int]]:
     """(step, whether it trains, tokens of a micro-batch) of every shape of a forward pass in the
     schedule from first_step on. With FlashAttention one graph serves all windows; on a CPU each has
     its own."""
@@ -1635,7 +1634,7 @@ def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None
     model = manager.model
     h = manager.h
     sizes = dict(vocab_size=h.vocab_size, doc_slots=h.doc_slots)
-    for step, training, tokens in shapes(h, first_step):
+    for step, training, tokens in forward_shapes(h, first_step):
         manager.advance_schedule(step)
         model.train(training)
         model.zero_grad()

@@ -49,8 +49,10 @@ from bench.settings import longest_cut, markdown, model_of
 from data.loader import distributed_data_generator, train_pattern
 from runtime.ranks import Ranks
 from sample import load_script
-from train_gpt import EXTENSION, FINAL_VALIDATION, STAGES, ForwardSchedule, Hyperparameters
-from train_gpt import compile_model, step_schedule
+from train_gpt import (
+    EXTENSION, FINAL_VALIDATION, STAGES, ForwardSchedule, Hyperparameters, compile_model,
+    step_schedule,
+)  # fmt: skip
 
 
 class SectionError(AssertionError):

@@ -380,8 +380,8 @@ class Run:
             self.reason = 0 if self.due else reason
             if not math.isfinite(self.loss):
                 raise AgreedError(
-                    f"the training loss is {self.loss} at step {report.step}, whose update changes "
-                    f"nothing; {self._not_finite()}; lower the learning rate or look at the last change"
+                    f"the training loss is {self.loss} at step {report.step}: its update is skipped; "
+                    f"{self._not_finite()}; lower the learning rate or look at the last change"
                 )
 
     def _not_finite(self) -> str:

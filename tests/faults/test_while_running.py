@@ -62,7 +62,7 @@ def test_a_loss_that_is_not_finite_reaches_no_weight(error_of, tmp_path, monkeyp
     before = {}
     spoil_in_step_3(monkeypatch, spoil, before)
     error = error_of(val_every=0)
-    assert re.match("the training loss is (nan|inf) at step 3, whose update changes nothing", error)
+    assert re.match("the training loss is (nan|inf) at step 3: its update is skipped", error)
     assert NOT_FINITE[spoil] in error
     changed = unequal(before, copy_of_state(before.pop("manager")))
     assert any(name.endswith("step") for name in changed) == (run is Ahead)
