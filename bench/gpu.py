@@ -6,9 +6,8 @@
     ./run.sh bench/gpu.py --section=ab --variant=ideas/idea.py --variant=triton_kernels.LOSS.WIDTH=512
 
 Nothing is downloaded; shards and compiled kernels stay in ~/.cache/bankrun. A section that fails
-leaves the others their turn and makes the exit code 1. The report is written anew after each, with
-the GPU's clock and power, which nvidia-smi reads once a second. The kernels alone are timed by
-bench/kernels.py and checked by tests/kernels.
+leaves the others their turn and makes the exit code 1. The report is written anew after each. The
+kernels alone are timed by bench/kernels.py and checked by tests/kernels.
 """
 
 import argparse
@@ -21,18 +20,17 @@ import importlib
 import itertools
 import json
 import math
+import operator
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -51,8 +49,8 @@ from data.local_text import find_files, read_text, split
 from data.shards import write_shard
 from runtime.ranks import Ranks
 from sample import load_script
-from train_gpt import LAYERS, MLP_BANK_LAYERS, MUDD, POLAR_EXPRESS_COEFFICIENTS, VALUE_LAYERS
-from train_gpt import Hyperparameters, NorMuon, param_table, step_schedule
+from train_gpt import LAYERS, MLP_BANK_LAYERS, MUDD, POLAR_EXPRESS_COEFFICIENTS, STAGES
+from train_gpt import VALUE_LAYERS, Hyperparameters, NorMuon, param_table, step_schedule
 
 # -----------------------------------------------------------------------------
 # What the sections share
@@ -155,19 +153,11 @@ def make_shards(source: Path, folder: Path) -> None:
 
 
 def stages_of(h: Any) -> dict[str, range]:
-    """The steps of each stage: those in a row whose micro-batches and windows have one shape."""
-
-    def shape(step: int) -> tuple:
-        now = step_schedule(step, h)
-        return now.batch_tokens, now.short_window, now.long_window, len(now.mtp_weights)
-
-    stages = {}
-    for _, group in itertools.groupby(range(h.total_iterations), shape):
-        steps = list(group)
-        extension = steps[0] >= h.num_scheduled_iterations
-        name = "extension" if extension else f"stage {len(stages) + 1}"
-        stages[name] = range(steps[0], steps[-1] + 1)
-    return stages
+    """The steps of each stage, and of the extension."""
+    ends = [round(stage.until * h.num_scheduled_iterations) for stage in STAGES]
+    names = [*(f"stage {stage.index}" for stage in STAGES), "extension"]
+    bounds = itertools.pairwise([0, *ends, h.total_iterations])
+    return {name: range(*pair) for name, pair in zip(names, bounds)}
 
 
 def enter(manager: Any, step: int) -> None:
@@ -270,13 +260,17 @@ def update_floor(h: Hyperparameters) -> float:
 # Sections: each returns Markdown and data, and raises an error for what does not hold
 
 
+def nvidia_smi(query: str) -> str:
+    """These properties of each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().replace("\n", "; ")
+
+
 def environment(bench: Bench) -> tuple[str, Any]:
     version = getattr(sys.modules.get("triton"), "__version__", "none")
     facts = {"Python": sys.version.split()[0], "PyTorch": torch.__version__, "Triton": version}
     if not bench.dry:
-        query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm"
-        command = ["nvidia-smi", query, "--format=csv,noheader"]
-        facts["GPUs"] = subprocess.check_output(command, text=True).strip().replace("\n", "; ")
+        facts["GPUs"] = nvidia_smi("name,driver_version,memory.total,clocks.max.sm")
         facts["CUDA"] = torch.version.cuda
         facts["compute capability"] = torch.cuda.get_device_capability()
     facts["FP8 matmuls in the LM head"] = tk.has_fp8(bench.ranks.device)
@@ -312,15 +306,12 @@ def run(bench: Bench) -> tuple[str, Any]:
     warm_up, after = re.search(r"warm-up:? (\d+) s$(.*)", done.stdout, re.M | re.S).groups()
     recompiled, breaks = after.count("Recompiling function"), done.stdout.count("Graph break")
     head = ["stage", "tokens a step", "ms a step", "tokens/s", "floor of an H100, ms", "times that"]
-    text = (
-        f"{markdown(head, rows)}\n\n{ranks} ranks. Warm-up: {warm_up} s. Graph breaks: {breaks}; "
-    )
-    text += f"recompiled after the warm-up: {recompiled}. Losses: {', '.join(map(str, losses))}. "
+    text = f"{markdown(head, rows)}\n\n{ranks} ranks. Warm-up: {warm_up} s. Losses: {losses}. "
+    text += f"Graph breaks: {breaks}; recompiled after the warm-up: {recompiled}. "
     text += re.search(r"^peak memory.*", log, re.M)[0]
     if breaks or recompiled or not losses[-1] < losses[0]:
         raise RuntimeError(f"graph breaks, recompilation, or a loss that does not fall\n{text}")
-    data = dict(stages=stages, warm_up=warm_up, losses=losses)
-    return text, data
+    return text, dict(stages=stages, warm_up=warm_up, losses=losses)
 
 
 OTHER = "gates, values, other"
@@ -350,25 +341,19 @@ def kind_of(kernel: str) -> str:
 
 def profiled(bench: Bench, work: Callable[[], None]) -> tuple[Any, Counter, Counter, float]:
     """The profile; seconds and calls by kernel, on a CPU by operator; seconds in which none ran."""
-    kinds = torch.autograd.DeviceType
     bench.synchronize()
     with torch.profiler.profile() as prof:  # of the CPU, and of a GPU if there is one
         started = time.perf_counter()
         work()
         bench.synchronize()
-        idle = time.perf_counter() - started
-    times, calls, spans = Counter(), Counter(), []
-    for event in prof.events():
-        if event.device_type == (kinds.CPU if bench.dry else kinds.CUDA):
-            start, end = event.time_range.start, event.time_range.end
-            times[event.name] += (event.self_cpu_time_total if bench.dry else end - start) / 1e6
-            calls[event.name] += 1
-            spans.append((start, end))
-    end = 0.0
-    for start, stop in sorted(spans):
-        idle -= max(0.0, stop - max(start, end)) / 1e6
-        end = max(end, stop)
-    return prof, times, calls, max(0.0, idle)
+        wall = time.perf_counter() - started
+    times, calls = Counter(), Counter()
+    for event in prof.key_averages():
+        if (event.device_type == torch.autograd.DeviceType.CPU) == bench.dry:
+            ours = event.self_cpu_time_total if bench.dry else event.self_device_time_total
+            times[event.key] += ours / 1e6
+            calls[event.key] += event.count
+    return prof, times, calls, max(0.0, wall - sum(times.values()))
 
 
 def profile(bench: Bench) -> tuple[str, Any]:
@@ -415,7 +400,7 @@ STEPS = 6  # of a stage that section `step` times
 
 def step(bench: Bench) -> tuple[str, Any]:
     """The last steps of each stage, nothing profiled: medians of model and optimizer between CUDA
-    events, and wall time, beside the floor."""
+    events, and the mean of a step, beside the floor."""
     h = bench.settings()
     text = f"Warm-up: {bench.warm_up:.0f} s.\n\n"
     manager = bench.manager(h, train_gpt)
@@ -425,28 +410,24 @@ def step(bench: Bench) -> tuple[str, Any]:
         batches = bench.batches(h, chosen[0], len(chosen))
         marks = []
         for number, own in zip(chosen, batches):
-            if number == chosen[1]:  # the first is not timed
-                bench.synchronize()
-                started = time.perf_counter()
             enter(manager, number)
-            marks.append([number, bench.mark()])
+            marks.append(bench.mark())
             bench.passes(manager, own)
-            marks[-1].append(bench.mark())
+            marks.append(bench.mark())
             manager.step_optimizers(number)
-            marks[-1].append(bench.mark())
+        marks = [*marks[2:], bench.mark()]  # the first step is not timed
         bench.synchronize()
-        wall = (time.perf_counter() - started) / (len(chosen) - 1)
-        times = defaultdict(list)
-        for number, first, second, third in marks[1:]:
-            times["model"].append(bench.between(first, second))
-            times["Adam" if number % 2 else "NorMuon alone"].append(bench.between(second, third))
+        spans = [bench.between(*pair) for pair in itertools.pairwise(marks)]
+        times = {"model": spans[::2], "NorMuon alone": [], "with Adam": []}
+        for number, seconds in zip(chosen[1:], spans[1::2]):
+            times["with Adam" if number % 2 else "NorMuon alone"].append(seconds)
+        mean = sum(spans) / len(chosen[1:])
         least = floor(chosen[1], h, sum(batches[1:], []))
+        data.append(dict(stage=stage, seconds=mean, times=times, floor=least))
+        parts = [1000 * statistics.median(x) if x else "" for x in times.values()]
         limit = sum(least.values())
-        data.append(dict(stage=stage, wall=wall, times=times, floor=least))
-        parts = (times[name] for name in ("model", "NorMuon alone", "Adam"))
-        parts = [1000 * statistics.median(x) if x else "" for x in parts]
-        rows.append([stage, *parts, 1000 * wall, 1000 * limit, wall / limit])
-    head = ["stage", "model, ms", "NorMuon alone", "with Adam", "a step, wall"]
+        rows.append([stage, *parts, 1000 * mean, 1000 * limit, mean / limit])
+    head = ["stage", "model, ms", "NorMuon alone", "with Adam", "a step"]
     return text + markdown([*head, "floor of an H100", "times that"], rows), data
 
 
@@ -457,20 +438,15 @@ ROUNDS = 12  # of section `ab`
 def constants(changes: Iterable[str], script: ModuleType) -> Iterator[None]:
     """Inside, constants have other values: "triton_kernels.LOSS.WIDTH=512" is an entry of a dict;
     "train_gpt.MUDD_SCALE=0.2" is the script's. Raises KeyError for an unknown one."""
-    before = []
-    try:
+    with contextlib.ExitStack() as stack:
         for change in changes:
             place, _, value = change.partition("=")
-            module, *path, last = place.split(".")
-            values = vars(script if module == "train_gpt" else importlib.import_module(module))
-            for name in path:
-                values = values[name]
-            before.append((values, last, values[last]))
-            values[last] = ast.literal_eval(value)
+            module, *path, name = place.split(".")
+            owner = script if module == "train_gpt" else importlib.import_module(module)
+            values = functools.reduce(operator.getitem, path, vars(owner))
+            stack.callback(values.__setitem__, name, values[name])
+            values[name] = ast.literal_eval(value)
         yield
-    finally:
-        for values, last, value in reversed(before):
-            values[last] = value
 
 
 def ab(bench: Bench) -> tuple[str, Any]:
@@ -518,52 +494,31 @@ SECTIONS: dict[str, Callable[[Bench], tuple[str, Any]]] = {x.__name__: x for x i
 # -----------------------------------------------------------------------------
 # The report
 
-SMI = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits")
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[list[tuple[float, float]]]:
-    """Inside, the list grows once a second by each GPU's clock in MHz and power in W."""
-    seen, over = [], threading.Event()
-
-    def look() -> None:
-        while shutil.which(SMI[0]) and not over.wait(1):
-            said = subprocess.run(SMI, capture_output=True, text=True).stdout
-            seen.extend((float(x), float(y)) for x, y in re.findall(r"([\d.]+), ([\d.]+)", said))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    yield seen
-    over.set()
-    thread.join()
-
 
 def result_of(section: str, bench: Bench) -> dict[str, Any]:
-    """What a section found, or why it failed; clock and power meanwhile."""
+    """What a section found, or why it failed; clock and power at its end."""
     started, failure = time.perf_counter(), ""
-    with watched() as seen:
-        try:
-            text, data = SECTIONS[section](bench)
-        except Exception as error:  # one section's fault must not cost the others their turn
-            failure, data = f"{type(error).__name__}: {error}".partition("\n")[0], {}
-            text = f"```\n{traceback.format_exc()}\n```"
+    try:
+        text, data = SECTIONS[section](bench)
+    except Exception as error:  # one section's fault must not cost the others their turn
+        failure, data = f"{type(error).__name__}: {error}".partition("\n")[0], {}
+        text = f"**FAILED**: {failure}\n\n```\n{traceback.format_exc()}\n```"
     seconds = time.perf_counter() - started
-    for name, values in zip(("MHz", "W"), zip(*seen)):
-        middle = statistics.median(values)
-        text += f"\n\n{name}: median {middle:.0f}, {min(values):.0f} to {max(values):.0f}"
+    if not bench.dry:
+        text += f"\n\nAt its end: {nvidia_smi('clocks.sm,power.draw,temperature.gpu')}"
     print(f"{section}: {'FAILED: ' + failure if failure else 'ok'} ({seconds:.0f} s)", flush=True)
-    return dict(failure=failure, seconds=seconds, text=text, data=data, clock_and_power=seen)
+    return dict(failure=failure, seconds=seconds, text=text, data=data)
 
 
-def write_report(bench: Bench, title: str, results: dict[str, dict]) -> None:
+def write_report(bench: Bench, results: dict[str, dict]) -> None:
+    title = "A dry run on a CPU: no figure here is a measurement"
+    if not bench.dry:
+        title = torch.cuda.get_device_name()
     failed = [name for name, result in results.items() if result["failure"]]
-    lines = [f"# {title}, {datetime.date.today()}", ""]
+    lines = [f"# {title}, {datetime.date.today()}\n"]
     lines.append(f"By `bench/gpu.py`. Failed: {', '.join(failed) or 'nothing'}.")
     for name, result in results.items():
-        lines += ["", f"## {name} ({result['seconds']:.0f} s)", ""]
-        if result["failure"]:
-            lines += [f"**FAILED**: {result['failure']}", ""]
-        lines.append(result["text"])
+        lines.append(f"\n## {name} ({result['seconds']:.0f} s)\n\n{result['text']}")
     bench.report.with_suffix(".json").write_text(json.dumps(results, indent=1, default=str))
     bench.report.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -582,26 +537,23 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device here; --dry-run walks the same code on a CPU")
-    title = "A dry run on a CPU: no figure here is a measurement"
     if args.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        title = torch.cuda.get_device_name()
+    gpu = "dry-run" if args.dry_run else torch.cuda.get_device_name()
+    name = re.sub(r"[^\w-]+", "-", f"{datetime.date.today()}-{gpu}")
+    if (args.output / f"{name}.md").exists():
+        name += time.strftime("-%H%M%S")
+    args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch:
         cache = Path(scratch) if args.dry_run else Path.home() / ".cache/bankrun"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/inductor")
         os.environ.setdefault("TRITON_CACHE_DIR", f"{cache}/triton")
-        args.output.mkdir(parents=True, exist_ok=True)
-        name = f"{datetime.date.today()}-{'dry-run' if args.dry_run else title}"
-        report = args.output / re.sub(r"[^\w-]+", "-", name)
-        if report.with_suffix(".md").exists():
-            report = args.output / f"{report.name}-{time.strftime('%H%M%S')}"
-        bench = Bench(args.dry_run, Path(scratch), cache, report, args.variant)
+        bench = Bench(args.dry_run, Path(scratch), cache, args.output / name, args.variant)
         results: dict[str, dict] = {}
         for section in args.section.split(","):
             results[section] = result_of(section, bench)
-            write_report(bench, title, results)
-    print(f"report: {report}.md and .json", flush=True)
+            write_report(bench, results)
+    print(f"report: {bench.report}.md and .json", flush=True)
     return int(any(result["failure"] for result in results.values()))
 
 
