@@ -45,7 +45,7 @@ import torch
 import train_gpt
 import triton_kernels as tk
 from bench.settings import fineweb_lengths, longest_cut, markdown, model_parameters, rows_of
-from data.local_text import find_files, read_text, split
+from data.local_text import find_files, read_text
 from data.shards import write_shard
 from runtime.ranks import Ranks
 from sample import load_script
@@ -134,22 +134,25 @@ class Bench:
         return second - first if self.dry else first.elapsed_time(second) / 1000
 
 
-END = np.array([256], np.uint16)  # the token of a document's end, with which the next begins
+END = np.array([256], np.uint16)  # the token with which a document begins
 
 
 def make_shards(source: Path, folder: Path) -> None:
     """Shards of all text in `source`, as bytes, in documents as long as FineWeb's: attention takes
-    what it does in a real run."""
-    text = b"".join(filter(None, map(read_text, find_files(source, [], folder))))
-    lengths = fineweb_lengths()
-    documents, start = [], 0
-    while start < len(text):
-        documents.append(text[start : start + max(4, next(lengths) - 1)])
-        start += len(documents[-1])
+    what it does in a real run. One document in twenty is validation."""
+    text = np.frombuffer(
+        b"".join(filter(None, map(read_text, find_files(source, [], folder)))), "u1"
+    )
+    documents, start = {"train": [], "val": []}, 0
+    for number, tokens in enumerate(fineweb_lengths()):
+        if start >= len(text):
+            break
+        piece = np.concatenate((END, text[start : start + tokens - 1]))
+        documents["train" if number % 20 else "val"].append(piece)
+        start += tokens - 1
     folder.mkdir(parents=True, exist_ok=True)
-    for side, own in split(documents).items():  # validation last
-        tokens = [np.concatenate((END, np.frombuffer(x, np.uint8))) for x in own]
-        write_shard(folder / f"text_{side}_000000.bin", np.concatenate(tokens))
+    for side, own in documents.items():
+        write_shard(folder / f"text_{side}_000000.bin", np.concatenate(own))
 
 
 def stages_of(h: Any) -> dict[str, range]:
