@@ -351,11 +351,11 @@ def profiled(bench: Bench, work: Callable[[], None]) -> tuple[Any, Counter, Coun
         bench.synchronize()
         wall = time.perf_counter() - started
     times, calls = Counter(), Counter()
-    for event in prof.key_averages():
+    for event in prof.events():
         if (event.device_type == torch.autograd.DeviceType.CPU) == bench.dry:
-            ours = event.self_cpu_time_total if bench.dry else event.self_device_time_total
-            times[event.key] += ours / 1e6
-            calls[event.key] += event.count
+            own = event.self_cpu_time_total if bench.dry else event.time_range.elapsed_us()
+            times[event.name] += own / 1e6
+            calls[event.name] += 1
     return prof, times, calls, max(0.0, wall - sum(times.values()))
 
 
