@@ -80,7 +80,7 @@ def test_a_replaced_name_that_is_gone_is_an_error() -> None:
 @pytest.mark.slow
 def test_it_trains_into_a_log_of_its_own_source(shards: Path, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "bench/reference.py", *options(shards, tmp_path)]
-    done = run_fresh(command, timeout=300)
+    done = run_fresh(command, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     log = read_log(tmp_path / "logs/run.txt")
     assert not log.fault and not log.problems and log.script[0] == "bench/reference.py"

@@ -16,18 +16,10 @@ from data.shards import read_shard
 
 
 def tool(name: str, *arguments: object, **how: object):
-    return run_fresh([sys.executable, ROOT / "bench" / name, *arguments], timeout=300, **how)
+    return run_fresh([sys.executable, ROOT / "bench" / name, *arguments], timeout=1200, **how)
 
 
 # gpu.py
-
-
-def test_keys_are_those_of_the_document_and_the_window() -> None:
-    """Two tokens are two and three positions: 1 + 2, and 1 + 2 + 2 with a window of one."""
-    assert gpu.mean_keys(np.array([2, 3]), 1) == 8 / 5
-    assert gpu.mean_keys(np.array([1, 3]), 100, 2) == (1 + 2 + sum(range(7))) / 8
-    found = gpu.mean_keys(np.array([700]), 128)
-    assert found == sum(min(i + 1, 129) for i in range(700)) / 700
 
 
 def test_a_floor_is_what_one_computes_by_hand() -> None:
