@@ -61,10 +61,7 @@ def relu_squared_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
     return F.relu(F.linear(x, W_fc)).square() @ W_proj
 
 
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * (1 / scale)).clamp(-limit, limit).to(dtype)
+to_fp8 = tk.quantize_fp8.__wrapped__  # the reference, without our kernel
 
 
 class FP8Forward(torch.autograd.Function):
