@@ -1,14 +1,13 @@
-"""Check and time the model and its training on a CUDA machine; nothing is downloaded.
+"""Time the training on a CUDA machine, beside the least time that an H100 could take.
 
     ./run.sh bench/gpu.py                       # all sections, a report under records/
-    ./run.sh bench/gpu.py --section=model,run   # some of them
+    ./run.sh bench/gpu.py --section=run,step    # some of them
     ./run.sh bench/gpu.py --dry-run             # on a CPU at tiny sizes: proves the command alone
     ./run.sh bench/gpu.py --section=ab --variant=ideas/idea.py --variant=triton_kernels.LOSS.WIDTH=512
 
-The kernels have their own: tests/kernels/test_on_gpu.py checks them, bench/kernels.py times them.
-Shards and compiled kernels stay in --cache, where the next call finds them.
-A section that fails leaves the others their turn and makes the exit code 1. The report is written
-anew after each, with the GPU's clock and power, which nvidia-smi reads once a second.
+Nothing is downloaded; shards and compiled kernels stay in ~/.cache/bankrun. A section that fails
+leaves the others their turn and makes the exit code 1. The report is written anew after each. The
+kernels alone are timed by bench/kernels.py and checked by tests/kernels.
 """
 
 import argparse
@@ -20,18 +19,18 @@ import functools
 import importlib
 import itertools
 import json
+import math
+import operator
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -40,33 +39,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np
 import torch
 
 import train_gpt
 import triton_kernels as tk
-from bench.floors import floor
-from bench.settings import longest_cut, markdown, model_of
-from data.loader import distributed_data_generator, train_pattern
+from bench.settings import fineweb_lengths, longest_cut, markdown, model_parameters, rows_of
+from data.local_text import find_files, read_text
+from data.shards import write_shard
 from runtime.ranks import Ranks
 from sample import load_script
-from train_gpt import (
-    EXTENSION, FINAL_VALIDATION, STAGES, ForwardSchedule, Hyperparameters, compile_model,
-    step_schedule,
-)  # fmt: skip
+from train_gpt import LAYERS, MLP_BANK_LAYERS, MUDD, POLAR_EXPRESS_COEFFICIENTS, STAGES
+from train_gpt import VALUE_LAYERS, Hyperparameters, NorMuon, param_table, step_schedule
 
-
-class SectionError(AssertionError):
-    """A check that failed, with what was found."""
-
-    def __init__(self, message: str, text: str, data: Any):
-        super().__init__(message)
-        self.text, self.data = text, data
+# -----------------------------------------------------------------------------
+# What the sections share
 
 
 @dataclasses.dataclass
 class Bench:
-    """What the sections share."""
-
     dry: bool
     scratch: Path  # logs; gone at the end
     cache: Path  # shards; stays
@@ -74,46 +65,32 @@ class Bench:
     variants: list[str]  # of section ab
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cpu" if self.dry else "cuda")
-
-    @property
-    def gpu(self) -> str:
-        return "a CPU" if self.dry else torch.cuda.get_device_name()
+    def ranks(self) -> Ranks:
+        return Ranks(0, 1, torch.device("cpu" if self.dry else "cuda"))
 
     @functools.cached_property
     def shards(self) -> Path:
-        """PyTorch's own text as bytes, some 85 million tokens; asyncio's on a dry run. Documents are
-        as long as FineWeb's: attention takes what it does in a real run."""
-        source = Path(torch.__file__).parent
-        if self.dry:
-            source = Path(sysconfig.get_paths()["stdlib"], "asyncio")
-        folder = self.cache / source.name
-        command = [sys.executable, str(ROOT / "data/local_text.py")]
-        command += [f"--input={source}", f"--output={folder}", "--lengths=fineweb"]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        """PyTorch's own text as bytes, some 85 million tokens; asyncio's on a dry run."""
+        source = Path(sysconfig.get_paths()["stdlib"], "asyncio")
+        if not self.dry:
+            source = Path(torch.__file__).parent
+        folder = self.cache / f"text-{torch.__version__}"
+        if not (folder / "text_val_000000.bin").exists():
+            make_shards(source, folder)
         return folder
 
     def settings(self, **changes: Any) -> Any:
         """The record preset on these shards: byte tokens under its vocabulary, few steps, validated
         at the start and the end alone; tiny on a dry run."""
-        found = dict(
-            data=str(self.shards), bos_id=256, encoding="bytes", num_scheduled_iterations=45,
-            num_extension_iterations=5, val_every=50, val_tokens=524_288, val_batch_tokens=524_288,
-            log_dir=str(self.scratch / "logs"),
-        )  # fmt: skip
+        found = dict(data=str(self.shards), bos_id=256, encoding="bytes")
+        found |= dict(num_scheduled_iterations=45, num_extension_iterations=5, val_every=50)
+        found |= dict(val_tokens=524_288, val_batch_tokens=524_288)
         if self.dry:
-            found |= dict(
-                vocab_size=257, model_dim=32, num_heads=2, head_dim=16, dtype="float32",
-                compile=False, batch_unit=32, micro_batches=2, block_size=16,
-                num_scheduled_iterations=6, num_extension_iterations=2, val_every=8,
-                val_tokens=2048, val_batch_tokens=2048,
-            )  # fmt: skip
-        return Hyperparameters(**found | changes)
-
-    @property
-    def ranks(self) -> Ranks:
-        return Ranks(0, 1, self.device)
+            found |= dict(vocab_size=257, model_dim=32, num_heads=2, head_dim=16, dtype="float32")
+            found |= dict(compile=False, batch_unit=32, micro_batches=2, block_size=16)
+            found |= dict(num_scheduled_iterations=6, num_extension_iterations=2, val_every=8)
+            found |= dict(val_tokens=2048, val_batch_tokens=2048)
+        return Hyperparameters(**found, log_dir=str(self.scratch / "logs"), **changes)
 
     def manager(self, h: Any, script: ModuleType) -> Any:
         torch._dynamo.config.recompile_limit = 64
@@ -136,7 +113,7 @@ class Bench:
     def passes(self, manager: Any, batches: Iterable[tuple]) -> None:
         """Forward and backward passes of a step."""
         for batch in batches:
-            batch = [x.to(self.device, non_blocking=True) for x in batch]
+            batch = [x.to(self.ranks.device, non_blocking=True) for x in batch]
             manager.model(*batch, manager.forward_schedule()).backward()
             manager.optimizer.accumulate()
 
@@ -157,117 +134,151 @@ class Bench:
         return second - first if self.dry else first.elapsed_time(second) / 1000
 
 
+END = np.array([256], np.uint16)  # the token with which a document begins
+
+
+def make_shards(source: Path, folder: Path) -> None:
+    """Shards of all text in `source`, as bytes, in documents as long as FineWeb's: attention takes
+    what it does in a real run. One document in twenty is validation."""
+    text = np.frombuffer(
+        b"".join(filter(None, map(read_text, find_files(source, [], folder)))), "u1"
+    )
+    documents, start = {"train": [], "val": []}, 0
+    for number, tokens in enumerate(fineweb_lengths()):
+        if start >= len(text):
+            break
+        piece = np.concatenate((END, text[start : start + tokens - 1]))
+        documents["train" if number % 20 else "val"].append(piece)
+        start += tokens - 1
+    folder.mkdir(parents=True, exist_ok=True)
+    for side, own in documents.items():
+        write_shard(folder / f"text_{side}_000000.bin", np.concatenate(own))
+
+
+def stages_of(h: Any) -> dict[str, range]:
+    """The steps of each stage, and of the extension."""
+    ends = [round(stage.until * h.num_scheduled_iterations) for stage in STAGES]
+    names = [*(f"stage {stage.index}" for stage in STAGES), "extension"]
+    bounds = itertools.pairwise([0, *ends, h.total_iterations])
+    return {name: range(*pair) for name, pair in zip(names, bounds)}
+
+
+def enter(manager: Any, step: int) -> None:
+    """The manager as it is in this step, which may skip steps before it."""
+    manager.advance_schedule(step)
+    if manager.optimizer.tied and step > manager.split_step:
+        manager.optimizer.split_tied()
+
+
 # -----------------------------------------------------------------------------
-# Sections: each returns Markdown and data, and raises SectionError for what does not hold
+# The floor: the least time of a step on one H100, class by class. Operations or bytes take it, at
+# rates that an H100 reaches. Bytes are those of the tensors that must cross from one matmul,
+# attention or sum over all tokens to the next, each once, without weights. Nothing overlaps; a matmul
+# adds up its gradients.
+
+BF16 = 790e12  # operations a second: matmuls of 8192 cubed on an H100
+FP8 = 1500e12  # operations a second: the LM head in records/2026-11-26, 1.66 ms backward
+ATTENTION = 600e12  # operations a second, assumed: FlashAttention 3, arXiv 2407.08608
+MEMORY = 3.0e12  # bytes a second: adam_update in records/2026-11-26
+
+
+def mean_keys(documents: np.ndarray, window: int, positions: int = 1) -> float:
+    """Keys that a query sees on average: its own and up to `window` before it in its document.
+    documents: lengths in tokens, a token being so many positions; window in positions."""
+    lengths = positions * documents.astype(np.int64)
+    first = np.minimum(lengths, window + 1)  # queries that see the document's start
+    seen = first * (first + 1) // 2 + (lengths - first) * (window + 1)
+    return seen.sum() / lengths.sum()
+
+
+def floor(step: int, h: Hyperparameters, batches: list[tuple] = ()) -> dict[str, float]:
+    """Seconds of each class in a step of one GPU, with the documents of these micro-batches, (inputs,
+    targets, cu_seqlens) each, or of FineWeb's lengths."""
+    now = step_schedule(step, h)
+    documents = np.minimum(list(itertools.islice(fineweb_lengths(), 20_000)), now.max_doc_len)
+    if batches:
+        documents = np.concatenate([np.diff(np.unique(starts)) for _, _, starts in batches])
+    shapes = {label: x.shape for label, x in model_parameters(h).items()}
+    weights = {label: math.prod(shape) for label, shape in shapes.items()}
+    up = weights["mlp"] * len(LAYERS) // MLP_BANK_LAYERS // 2  # weights of all up-projections
+    fp8_head, fp8_up = (FP8 if on else BF16 for on in (h.fp8_head, h.fp8_mlp))
+    matmul = 2 * now.batch_tokens  # operations of a weight
+    tensor = 2 * now.batch_tokens * h.model_dim / MEMORY  # seconds of one (tokens, dim) in 16 bits
+    attending = [layer for layer in LAYERS if layer.window]
+    attention = 0.0
+    for layer in attending:
+        keys = mean_keys(documents, getattr(now, f"{layer.window}_window"), 1 + layer.paired)
+        product = matmul * h.model_dim * keys / ATTENTION
+        # Scores and y; q, k, v and y move. Backward scores and four gradients; these, dy, dq, dk, dv.
+        attention += max(2 * product, 4 * tensor) + max(5 * product, 8 * tensor)
+    # A sum of the stream reads two tensors and writes one; backward a gradient is read and written. A
+    # norm is written; backward it and its gradient are read. Kept tensors are read, and backward they
+    # and a gradient; the embedding's uses are one pass.
+    sums = len(attending) + len(LAYERS)
+    norms = 2 + sums - sum(layer.same_input for layer in LAYERS)
+    kept = len(MUDD[1]) + sum(bool(layer.add) + 2 * layer.mudd for layer in LAYERS)
+    stream = 5 * sums + 3 * norms + 2 * len(attending) + 3 * kept
+    # Head gates take 2 and 3 tensors. XSA reads v; backward it reads v, writes its part of dv and adds
+    # the two. A value embedding takes 3 each way. FP8 reads 16 bits of input and weights, writes 8.
+    xsa = sum(not layer.paired for layer in attending)
+    values = 5 * len(attending) + 6 * xsa + 6 * VALUE_LAYERS
+    up_in_fp8 = 1.5 * len(LAYERS) * tensor + 3 * h.micro_batches * up / MEMORY
+    head_in_fp8 = 2 * tensor + 4 * h.micro_batches * weights["lm_head"] / MEMORY
+    rows = sum(shapes[label][1] for label in ("embed", "value_embeds", "bigram_embed"))
+    return {
+        "matmuls": matmul * (3 * (weights["attn"] + weights["mudd"]) + 4 * up) / BF16,
+        "MLP kernels": matmul * up * (1 / fp8_up + 1 / BF16),
+        "LM head": 3 * matmul * weights["lm_head"] / fp8_head,
+        "attention": attention,
+        "loss": 4 * now.batch_tokens * shapes["embed"][0] / MEMORY,  # 2 bytes read, 2 written
+        "q, k": 10 * len(attending) * tensor,  # 2 read, 2 written; backward 4 and 2
+        "norms, residuals": stream * tensor,
+        "gates, values, other": values * tensor + up_in_fp8 * h.fp8_mlp,
+        "embeddings": 3 * rows / h.model_dim * tensor,  # rows read and written; gradients read
+        "copies, quantization": head_in_fp8 * h.fp8_head,
+        "optimizer": update_floor(h),
+    }
+
+
+def update_floor(h: Hyperparameters) -> float:
+    """Seconds of an optimizer step, the mean of one with Adam and one without."""
+    seconds = 0.0
+    for label, parameter in model_parameters(h).items():
+        row = param_table(h)[label]
+        moved = 10 if row.tied_to else 22  # bytes: transposes; gradient, weight, two moments
+        operations = 0
+        if isinstance(row, NorMuon):
+            moved = 18  # gradient, weight with mantissa, momentum
+            count, height, width = rows_of(parameter, row).shape
+            for groups in (row.groups(i, height) for i in range(count)):
+                short, long = sorted((height // groups, width))
+                # X Xᵀ and A² are symmetric: half of them; then the matmul with X.
+                operations += groups * (3 * short**2 * long + short**3)
+        operations *= len(POLAR_EXPRESS_COEFFICIENTS)
+        seconds += (operations / BF16 + moved * math.prod(parameter.shape) / MEMORY) / row.every
+    return seconds
+
+
+# -----------------------------------------------------------------------------
+# Sections: each returns Markdown and data, and raises an error for what does not hold
+
+
+def nvidia_smi(query: str) -> str:
+    """These properties of each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().replace("\n", "; ")
 
 
 def environment(bench: Bench) -> tuple[str, Any]:
     version = getattr(sys.modules.get("triton"), "__version__", "none")
     facts = {"Python": sys.version.split()[0], "PyTorch": torch.__version__, "Triton": version}
     if not bench.dry:
-        query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm"
-        command = ["nvidia-smi", query, "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        facts["GPUs"] = done.stdout.strip().replace("\n", "; ")
+        facts["GPUs"] = nvidia_smi("name,driver_version,memory.total,clocks.max.sm")
         facts["CUDA"] = torch.version.cuda
-        facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    facts["FP8 matmuls in the LM head"] = tk.has_fp8(bench.device)
+        facts["compute capability"] = torch.cuda.get_device_capability()
+    facts["FP8 matmuls in the LM head"] = tk.has_fp8(bench.ranks.device)
     facts["attention"] = tk.flash_attention()
     return markdown(["what", "is"], facts.items()), facts
-
-
-def attention(bench: Bench) -> tuple[str, Any]:
-    """attend as the model calls it, forward and backward, against the banded reference in fp64."""
-    h = bench.settings()
-    dtype, T = (torch.float32, 512) if bench.dry else (torch.bfloat16, 16384)
-    # A result is rounded once, after probabilities and their gradients have been rounded too.
-    allowed = 40 * 2.0**-24 if bench.dry else 4 * 2.0**-8
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(32, T // 8, (64,), generator=generator).cumsum(0)
-    starts = torch.cat((torch.zeros(1), lengths[lengths < T], torch.full((64,), T)))[:64]
-    starts = starts.int().to(bench.device)
-    stages = (*STAGES, EXTENSION, FINAL_VALIDATION)
-    windows = dict.fromkeys(x * h.block_size for stage in stages for x in (stage.short, stage.long))
-    rows = []
-    for window, p in itertools.product(windows, (1, 2)):  # plain, paired heads
-        shape = (p * T, h.num_heads // p, h.head_dim)
-        x = torch.randn((4, *shape), generator=generator).to(bench.device)
-        x = (x / x.square().mean(-1, keepdim=True).sqrt()).to(dtype)
-        exact_bias = tk.band_bias(p * starts, p * T, window, torch.float64)
-        results = []
-        for wide in (dtype, torch.float64):
-            bias = exact_bias if wide == torch.float64 else None
-            if bench.dry and bias is None:
-                bias = exact_bias.float()
-            q, k, v = (z.to(wide).requires_grad_() for z in x[:3])
-            out = tk.attend(q, k, v, tk.Band(p * starts, window, p * T, bias), 0.1)
-            grads = torch.autograd.grad(out, (q, k, v), x[3].to(out.dtype))
-            results.append((out.detach(), *grads))
-        errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*results)]
-        rows.append([window, "paired" if p == 2 else "plain", *errors])
-    head = ["window", "heads", "output", "dq", "dk", "dv"]
-    text = markdown(head, [[*row[:2], *(f"{error:.2e}" for error in row[2:])] for row in rows])
-    if off := [row[:2] for row in rows if max(row[2:]) > allowed]:
-        raise SectionError(f"attention is off: {off}", text, rows)
-    return text, rows
-
-
-def model(bench: Bench) -> tuple[str, Any]:
-    """The model as it trains against fp32 on the CPU: same weights and batch, FP8 in both."""
-    h, tokens = bench.settings(), 256 if bench.dry else 2048
-    torch.manual_seed(h.seed)
-    reference = model_of(h, tokens, fp8=True)
-    with torch.no_grad():
-        for param in reference.parameters():
-            if param.ndim > 1:
-                param.add_(torch.randn(param.shape) * 0.02)
-        # Of the smear gate: times 0, it would have no gradient.
-        reference.scalars.add_(0.5 * (reference.scalars == 0))
-    trained = model_of(h, tokens, fp8=tk.has_fp8(bench.device))
-    trained.load_state_dict(reference.state_dict())
-    trained.to(bench.device)
-    if h.dtype == "float32":
-        trained.float()
-    if h.compile:
-        compile_model(trained)
-    reference.float()
-    one = dict(micro_batches=1, rank=0, world_size=1, bos_id=h.bos_id)
-    loader = distributed_data_generator(train_pattern(h.data), tokens, longest_cut(h), **one)
-    batch, grads, losses = next(loader), [], []
-    for net in (trained, reference):
-        device = net.embed.device
-        weights = torch.tensor([1.0, 0.5], device=device)
-        windows = (3 * h.block_size, 7 * h.block_size)
-        schedule = ForwardSchedule(weights, *windows, longest_cut(h))
-        loss = net(*(x.to(device) for x in batch), schedule)
-        loss.backward()
-        losses.append(loss.item() / tokens)
-        grads.append({label: x.grad.double().cpu() for label, x in net.named_parameters()})
-    errors = {"loss": abs(losses[0] / losses[1] - 1)}
-    for label, exact in grads[1].items():
-        difference = (grads[0][label] - exact).norm()
-        errors[label] = (difference / exact.norm().clamp_min(1e-30)).item()
-    text = markdown(["of", "relative error"], [[x, f"{e:.2e}"] for x, e in errors.items()])
-    # bf16 keeps 8 bits, and the layers lose some of them; a gate sums small differences.
-    if off := [label for label, e in errors.items() if e > (5e-3 if label == "loss" else 0.2)]:
-        raise SectionError(f"off: {', '.join(off)}", text, errors)
-    return text, errors
-
-
-def stages_of(h: Any) -> dict[str, range]:
-    """The steps of each stage: those in a row whose micro-batches and windows have one shape."""
-
-    def shape(step: int) -> tuple:
-        now = step_schedule(step, h)
-        return now.batch_tokens, now.short_window, now.long_window, len(now.mtp_weights)
-
-    stages = {}
-    for _, group in itertools.groupby(range(h.total_iterations), shape):
-        steps = list(group)
-        extension = steps[0] >= h.num_scheduled_iterations
-        name = "extension" if extension else f"stage {len(stages) + 1}"
-        stages[name] = range(steps[0], steps[-1] + 1)
-    return stages
 
 
 def run(bench: Bench) -> tuple[str, Any]:
@@ -275,14 +286,12 @@ def run(bench: Bench) -> tuple[str, Any]:
     h = bench.settings(run_id="gpu")
     defaults = vars(Hyperparameters())
     options = [f"--{name}={x}" for name, x in vars(h).items() if x != defaults[name]]
-    command = [sys.executable, str(ROOT / "runtime/launch.py"), str(ROOT / "train_gpt.py")]
+    command = [sys.executable, ROOT / "runtime/launch.py", ROOT / "train_gpt.py", "--preset=record"]
     environ = {**os.environ, "TORCH_LOGS": "recompiles,graph_breaks"}
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    command += ["--preset=record", *options]
-    done = subprocess.run(command, timeout=560, env=environ, **output)
+    done = subprocess.run([*command, *options], timeout=560, env=environ, **output)
     if done.returncode:
-        tail = f"```\n{done.stdout[-4000:]}\n```"
-        raise SectionError(f"exit code {done.returncode}", tail, done.stdout[-20000:])
+        raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-8000:]}")
     log = Path(h.log_dir, "gpu.txt").read_text(encoding="utf-8").rpartition("=" * 100)[2]
     losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", log)]
     times = re.findall(r"^step:(\d+)/\d+ train_time:(\d+)ms", log, re.M)
@@ -293,28 +302,25 @@ def run(bench: Bench) -> tuple[str, Any]:
         last = range(max(steps.start + 2, steps.stop - 6), steps.stop + 1)  # step:7 ends step 6
         seconds = statistics.median(ends[s] - ends[s - 1] for s in last if s - 1 in ends)
         tokens = step_schedule(steps[-1], h).batch_tokens
-        limit = sum(floor(steps[-1], h).values()) / ranks
-        stages.append({"stage": name, "seconds": seconds, "tokens": tokens, "floor": limit})
+        least = sum(floor(steps[-1], h).values()) / ranks
+        stages.append({"stage": name, "seconds": seconds, "tokens": tokens, "floor": least})
         speed = f"{tokens / seconds:,.0f}"
-        rows.append([name, f"{tokens:,}", 1000 * seconds, speed, 1000 * limit, seconds / limit])
+        rows.append([name, f"{tokens:,}", 1000 * seconds, speed, 1000 * least, seconds / least])
     warm_up, after = re.search(r"warm-up:? (\d+) s$(.*)", done.stdout, re.M | re.S).groups()
     recompiled, breaks = after.count("Recompiling function"), done.stdout.count("Graph break")
     head = ["stage", "tokens a step", "ms a step", "tokens/s", "floor of an H100, ms", "times that"]
-    text = (
-        f"{markdown(head, rows)}\n\n{ranks} ranks. Warm-up: {warm_up} s. Graph breaks: {breaks}; "
-    )
-    text += f"recompiled after the warm-up: {recompiled}. Losses: {', '.join(map(str, losses))}. "
+    text = f"{markdown(head, rows)}\n\n{ranks} ranks. Warm-up: {warm_up} s. Losses: {losses}. "
+    text += f"Graph breaks: {breaks}; recompiled after the warm-up: {recompiled}. "
     text += re.search(r"^peak memory.*", log, re.M)[0]
-    data = dict(stages=stages, warm_up=warm_up, recompiled=recompiled, breaks=breaks, losses=losses)
     if breaks or recompiled or not losses[-1] < losses[0]:
-        raise SectionError("graph breaks, recompilation, or a loss that does not fall", text, data)
-    return text, data
+        raise RuntimeError(f"graph breaks, recompilation, or a loss that does not fall\n{text}")
+    return text, dict(stages=stages, warm_up=warm_up, losses=losses)
 
 
 OTHER = "gates, values, other"
 GENERATED = r"^triton_(poi|red|per)_fused\w*"  # by Inductor, named after all that is fused
 # Classes of GPU kernels, and of PyTorch's operators on a CPU, by name; the first that matches. Those
-# that bench/floors.py knows have its names.
+# that `floor` knows have its names.
 KINDS = {
     "embeddings": rf"{GENERATED}embedding|scatter\w*kernel|radix|sort",
     "norms, residuals": rf"{GENERATED}(vector_norm|rsqrt|addcmul)",
@@ -336,35 +342,21 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, name in KINDS.items() if re.search(name, kernel, re.I)), OTHER)
 
 
-def profiled(bench: Bench, work: Callable[[], None]) -> tuple[Any, Counter, Counter, float, float]:
-    """The profile; seconds and calls by kernel, on a CPU by operator; seconds in which at least one
-    ran; seconds in all."""
-    kinds = torch.autograd.DeviceType
+def profiled(bench: Bench, work: Callable[[], None]) -> tuple[Any, Counter, Counter, float]:
+    """The profile; seconds and calls by kernel, on a CPU by operator; seconds in which none ran."""
     bench.synchronize()
     with torch.profiler.profile() as prof:  # of the CPU, and of a GPU if there is one
         started = time.perf_counter()
         work()
         bench.synchronize()
         wall = time.perf_counter() - started
-    times, calls, spans = Counter(), Counter(), []
+    times, calls = Counter(), Counter()
     for event in prof.events():
-        if event.device_type == (kinds.CPU if bench.dry else kinds.CUDA):
-            start, end = event.time_range.start, event.time_range.end
-            times[event.name] += (event.self_cpu_time_total if bench.dry else end - start) / 1e6
+        if (event.device_type == torch.autograd.DeviceType.CPU) == bench.dry:
+            own = event.self_cpu_time_total if bench.dry else event.time_range.elapsed_us()
+            times[event.name] += own / 1e6
             calls[event.name] += 1
-            spans.append((start, end))
-    busy = end = 0.0
-    for start, stop in sorted(spans):
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return prof, times, calls, busy / 1e6, wall
-
-
-def enter(manager: Any, step: int) -> None:
-    """The manager as it is in this step, which may skip steps before it."""
-    manager.advance_schedule(step)
-    if manager.optimizer.tied and step > manager.split_step:
-        manager.optimizer.split_tied()
+    return prof, times, calls, max(0.0, wall - sum(times.values()))
 
 
 def profile(bench: Bench) -> tuple[str, Any]:
@@ -379,25 +371,23 @@ def profile(bench: Bench) -> tuple[str, Any]:
             continue
         even = [step for step in steps[:-1] if step % 2 == 0][:2][-1]
         both = bench.batches(h, even, 2)
-        measured = dict.fromkeys(SHOWN, 0.0)
+        measured = Counter()
         for step, batches in zip((even, even + 1), both):
             enter(manager, step)
-            kind = f"{stage}, {'Adam' if step % 2 else 'NorMuon alone'}"
             passes = functools.partial(bench.passes, manager, batches)
             update = functools.partial(manager.step_optimizers, step)
             for part, work in (("model", passes), ("optimizer", update)):
-                prof, times, calls, busy, wall = profiled(bench, work)
-                shares = dict.fromkeys(SHOWN, 0.0) | {"idle": max(0.0, wall - busy)}
+                label = f"{stage}, {'Adam' if step % 2 else 'NorMuon alone'}, {part}"
+                prof, times, calls, idle = profiled(bench, work)
+                shares = Counter(idle=idle)
                 for name, seconds in times.items():
                     shares["optimizer" if part == "optimizer" else kind_of(name)] += seconds
-                for name, seconds in shares.items():
-                    measured[name] += seconds / 2
-                label = f"{kind}, {part}"
+                measured.update({name: seconds / 2 for name, seconds in shares.items()})
                 top = [(x, calls[x], 1e3 * t, 1e6 * t / calls[x]) for x, t in times.most_common(40)]
                 tops += [[label, name[:90], *numbers] for name, *numbers in top[:8]]
-                data.append(dict(step=label, seconds=wall, shares=shares, top=top))
+                data.append(dict(step=label, shares=shares, top=top))
                 if part == "model" and not bench.dry:
-                    name = f"{bench.report.name}-{kind}.trace.json.gz"
+                    name = f"{bench.report.name}-{label}.trace.json.gz"
                     path = bench.report.with_name(name.replace(", ", "-").replace(" ", "-"))
                     prof.export_chrome_trace(str(path))
         columns[stage] = measured
@@ -413,7 +403,7 @@ STEPS = 6  # of a stage that section `step` times
 
 def step(bench: Bench) -> tuple[str, Any]:
     """The last steps of each stage, nothing profiled: medians of model and optimizer between CUDA
-    events, and wall time, beside the floor."""
+    events, and the mean of a step, beside the floor."""
     h = bench.settings()
     text = f"Warm-up: {bench.warm_up:.0f} s.\n\n"
     manager = bench.manager(h, train_gpt)
@@ -423,28 +413,24 @@ def step(bench: Bench) -> tuple[str, Any]:
         batches = bench.batches(h, chosen[0], len(chosen))
         marks = []
         for number, own in zip(chosen, batches):
-            if number == chosen[1]:  # the first is not timed
-                bench.synchronize()
-                started = time.perf_counter()
             enter(manager, number)
-            marks.append([number, bench.mark()])
+            marks.append(bench.mark())
             bench.passes(manager, own)
-            marks[-1].append(bench.mark())
+            marks.append(bench.mark())
             manager.step_optimizers(number)
-            marks[-1].append(bench.mark())
+        marks = [*marks[2:], bench.mark()]  # the first step is not timed
         bench.synchronize()
-        wall = (time.perf_counter() - started) / (len(chosen) - 1)
-        times = defaultdict(list)
-        for number, first, second, third in marks[1:]:
-            times["model"].append(bench.between(first, second))
-            times["Adam" if number % 2 else "NorMuon alone"].append(bench.between(second, third))
+        spans = [bench.between(*pair) for pair in itertools.pairwise(marks)]
+        times = {"model": spans[::2], "NorMuon alone": [], "with Adam": []}
+        for number, seconds in zip(chosen[1:], spans[1::2]):
+            times["with Adam" if number % 2 else "NorMuon alone"].append(seconds)
+        mean = sum(spans) / len(chosen[1:])
         least = floor(chosen[1], h, sum(batches[1:], []))
+        data.append(dict(stage=stage, seconds=mean, times=times, floor=least))
+        parts = [1000 * statistics.median(x) if x else "" for x in times.values()]
         limit = sum(least.values())
-        data.append(dict(stage=stage, wall=wall, times=times, floor=least))
-        parts = (times[name] for name in ("model", "NorMuon alone", "Adam"))
-        parts = [1000 * statistics.median(x) if x else "" for x in parts]
-        rows.append([stage, *parts, 1000 * wall, 1000 * limit, wall / limit])
-    head = ["stage", "model, ms", "NorMuon alone", "with Adam", "a step, wall"]
+        rows.append([stage, *parts, 1000 * mean, 1000 * limit, mean / limit])
+    head = ["stage", "model, ms", "NorMuon alone", "with Adam", "a step"]
     return text + markdown([*head, "floor of an H100", "times that"], rows), data
 
 
@@ -455,20 +441,15 @@ ROUNDS = 12  # of section `ab`
 def constants(changes: Iterable[str], script: ModuleType) -> Iterator[None]:
     """Inside, constants have other values: "triton_kernels.LOSS.WIDTH=512" is an entry of a dict;
     "train_gpt.MUDD_SCALE=0.2" is the script's. Raises KeyError for an unknown one."""
-    before = []
-    try:
+    with contextlib.ExitStack() as stack:
         for change in changes:
             place, _, value = change.partition("=")
-            module, *path, last = place.split(".")
-            values = vars(script if module == "train_gpt" else importlib.import_module(module))
-            for name in path:
-                values = values[name]
-            before.append((values, last, values[last]))
-            values[last] = ast.literal_eval(value)
+            module, *path, name = place.split(".")
+            owner = script if module == "train_gpt" else importlib.import_module(module)
+            values = functools.reduce(operator.getitem, path, vars(owner))
+            stack.callback(values.__setitem__, name, values[name])
+            values[name] = ast.literal_eval(value)
         yield
-    finally:
-        for values, last, value in reversed(before):
-            values[last] = value
 
 
 def ab(bench: Bench) -> tuple[str, Any]:
@@ -509,74 +490,51 @@ def ab(bench: Bench) -> tuple[str, Any]:
     return text + markdown(["stage", "variant", "ms", "of the first", "A/A"], rows), data
 
 
-ALL = (environment, attention, model, run, profile, step, ab)
+ALL = (environment, run, profile, step, ab)
 SECTIONS: dict[str, Callable[[Bench], tuple[str, Any]]] = {x.__name__: x for x in ALL}
 
 
 # -----------------------------------------------------------------------------
 # The report
 
-SMI = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits")
 
-
-@contextlib.contextmanager
-def watched() -> Iterator[list[tuple[float, float]]]:
-    """Inside, the list grows once a second by each GPU's clock in MHz and power in W."""
-    seen, over = [], threading.Event()
-
-    def look() -> None:
-        while shutil.which(SMI[0]) and not over.wait(1):
-            said = subprocess.run(SMI, capture_output=True, text=True).stdout
-            seen.extend((float(x), float(y)) for x, y in re.findall(r"([\d.]+), ([\d.]+)", said))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    yield seen
-    over.set()
-    thread.join()
+def result_of(section: str, bench: Bench) -> dict[str, Any]:
+    """What a section found, or why it failed; clock and power at its end."""
+    started, failure = time.perf_counter(), ""
+    try:
+        text, data = SECTIONS[section](bench)
+    except Exception as error:  # one section's fault must not cost the others their turn
+        failure, data = f"{type(error).__name__}: {error}".partition("\n")[0], {}
+        text = f"**FAILED**: {failure}\n\n```\n{traceback.format_exc()}\n```"
+    seconds = time.perf_counter() - started
+    if not bench.dry:
+        text += f"\n\nAt its end: {nvidia_smi('clocks.sm,power.draw,temperature.gpu')}"
+    print(f"{section}: {'FAILED: ' + failure if failure else 'ok'} ({seconds:.0f} s)", flush=True)
+    return dict(failure=failure, seconds=seconds, text=text, data=data)
 
 
 def write_report(bench: Bench, results: dict[str, dict]) -> None:
-    title = "A dry run on a CPU: no figure here is a measurement" if bench.dry else bench.gpu
+    title = "A dry run on a CPU: no figure here is a measurement"
+    if not bench.dry:
+        title = torch.cuda.get_device_name()
     failed = [name for name, result in results.items() if result["failure"]]
-    lines = [f"# {title}, {datetime.date.today()}", ""]
+    lines = [f"# {title}, {datetime.date.today()}\n"]
     lines.append(f"By `bench/gpu.py`. Failed: {', '.join(failed) or 'nothing'}.")
     for name, result in results.items():
-        lines += ["", f"## {name} ({result['seconds']:.0f} s)", ""]
-        if result["failure"]:
-            lines += [f"**FAILED**: {result['failure']}", ""]
-        lines.append(result["text"])
+        lines.append(f"\n## {name} ({result['seconds']:.0f} s)\n\n{result['text']}")
     bench.report.with_suffix(".json").write_text(json.dumps(results, indent=1, default=str))
     bench.report.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def result_of(section: str, bench: Bench) -> dict[str, Any]:
-    started, failure = time.perf_counter(), ""
-    with watched() as seen:
-        try:
-            text, data = SECTIONS[section](bench)
-        except SectionError as error:
-            failure, text, data = str(error), error.text, error.data
-        except Exception as error:  # one section's fault must not cost the others their turn
-            failure, data = f"{type(error).__name__}: {error}", {}
-            text = f"```\n{traceback.format_exc()}\n```"
-    seconds = time.perf_counter() - started
-    for name, values in zip(("MHz", "W"), zip(*seen)):
-        middle = statistics.median(values)
-        text += f"\n\n{name}: median {middle:.0f}, {min(values):.0f} to {max(values):.0f}"
-    print(f"{section}: {'FAILED: ' + failure if failure else 'ok'} ({seconds:.0f} s)", flush=True)
-    return dict(failure=failure, seconds=seconds, text=text, data=data, clock_and_power=seen)
 
 
 def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--section", default=",".join(SECTIONS), help="by comma: %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="the same code on a CPU, tiny sizes")
-    parser.add_argument("--variant", action="append", default=[], help="in section ab: a script, or "
-        "constants such as triton_kernels.LOSS.WIDTH=512, or both; may be repeated")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=ROOT / "records", help="of the report")
-    parser.add_argument("--cache", type=Path, help="shards, compiled kernels (~/.cache/bankrun)")
+    add = parser.add_argument
+    add("--section", default=",".join(SECTIONS), help="by comma: %(default)s")
+    add("--dry-run", action="store_true", help="the same code on a CPU, tiny sizes")
+    what = "a script, or constants such as triton_kernels.LOSS.WIDTH=512, or both; may be repeated"
+    add("--variant", action="append", default=[], help=f"of section ab: {what}")
+    add("--output", type=Path, default=ROOT / "records", help="folder of the report")
     args = parser.parse_args(argv)
     if unknown := set(args.section.split(",")) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
@@ -584,18 +542,16 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("no CUDA device here; --dry-run walks the same code on a CPU")
     if args.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gpu = "dry-run" if args.dry_run else torch.cuda.get_device_name()
+    name = re.sub(r"[^\w-]+", "-", f"{datetime.date.today()}-{gpu}")
+    if (args.output / f"{name}.md").exists():
+        name += time.strftime("-%H%M%S")
+    args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch:
-        usual = Path(scratch) if args.dry_run else Path.home() / ".cache/bankrun"
-        cache = (args.cache or usual).resolve()
+        cache = Path(scratch) if args.dry_run else Path.home() / ".cache/bankrun"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/inductor")
         os.environ.setdefault("TRITON_CACHE_DIR", f"{cache}/triton")
-        for folder in (cache, args.output):
-            folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(args.dry_run, Path(scratch), cache, args.output, args.variant)
-        name = f"{datetime.date.today()}-{'dry-run' if bench.dry else bench.gpu}"
-        bench.report = args.output / re.sub(r"[^\w-]+", "-", name)
-        if bench.report.with_suffix(".md").exists():
-            bench.report = args.output / f"{bench.report.name}-{time.strftime('%H%M%S')}"
+        bench = Bench(args.dry_run, Path(scratch), cache, args.output / name, args.variant)
         results: dict[str, dict] = {}
         for section in args.section.split(","):
             results[section] = result_of(section, bench)

@@ -2,22 +2,18 @@
 
     ./run.sh data/local_text.py                                        the demo's shards
     ./run.sh data/local_text.py --input FOLDER --output data/mine --encoding gpt2
-    ./run.sh data/local_text.py --lengths fineweb --output data/short      documents to time with
 
 The text is by default the source of Python's standard library, without installed packages. Of
 another --input all UTF-8 files are taken, except in hidden folders; a file with several links once.
 
-A document is a piece of a file of at most 2,040 bytes, cut at blank lines; with --lengths=fineweb a
-piece of all text, as many bytes long as a document of FineWeb has tokens. Its hash decides whether
-it is validation (one in twenty) and its place, so that any part of a shard is a fair sample. The
-same text makes the same shards on every machine. The text is held in memory. manifest.json in
---output tells what the shards were made of: only after a change are they made again.
+A document is a piece of a file of at most 2,040 bytes, cut at blank lines. Its hash decides whether it
+is validation (one in twenty) and its place, so that any part of a shard is a fair sample. The same
+text makes the same shards on every machine. The text is held in memory. manifest.json in --output
+tells what the shards were made of: only after a change are they made again.
 """
 
 import argparse
-import math
 import os
-import random
 import re
 import sys
 import sysconfig
@@ -108,29 +104,6 @@ def units(text: bytes, limit: int) -> Iterator[bytes]:
             yield line[start:]
 
 
-def fineweb_lengths() -> Iterator[int]:
-    """Tokens of one document after another, as in FineWeb: log-normal, with a median of 480, σ 0.95,
-    cut at the 2,048 at which training cuts. The same ones every time."""
-    draws = random.Random(0)
-    while True:
-        yield min(round(draws.lognormvariate(math.log(480), 0.95)), 2048)
-
-
-def cut_like_fineweb(text: bytes) -> list[bytes]:
-    """UTF-8 text in pieces of those lengths, each with one token for its end; at least 4 bytes, and
-    at most 3 less where a character would be cut."""
-    pieces = []
-    start = 0
-    for tokens in fineweb_lengths():
-        if start >= len(text):
-            return pieces
-        end = start + max(4, tokens - 1)
-        while end < len(text) and text[end] & 0xC0 == 0x80:
-            end -= 1
-        pieces.append(text[start:end])
-        start = end
-
-
 def split(documents: list[bytes]) -> dict[str, list[bytes]]:
     """{"train": …, "val": …}, each in the order of the documents' hashes; the lowest are "val".
 
@@ -164,8 +137,6 @@ def make_shards(args: argparse.Namespace, files: list[Path], recipe: str) -> Non
     left_out = f"{len(skipped)} files are not UTF-8 text, such as {', '.join(skipped[:3])}"
     found = [text for text in texts.values() if text is not None]
     documents = [piece for text in found for piece in cut(text)]
-    if args.lengths == "fineweb":
-        documents = cut_like_fineweb(b"".join(found))
     if not documents:
         raise DataError(f"{args.input}: no text in {len(files)} files: {left_out}")
     splits = split(documents)
@@ -200,7 +171,6 @@ def main() -> None:
     add("--input", type=Path, default=STDLIB, help="a text file, or a folder of them")
     add("--output", type=Path, default=DEFAULT_OUTPUT, help="folder for the shards")
     add("--encoding", default="bytes", help="bytes, or a tiktoken encoding such as gpt2")
-    add("--lengths", choices=["fineweb"], help="of documents: FineWeb's, in bytes for tokens")
     add("--suffixes", help="take only files that end so, as .py,.md; default: all, of Python .py")
     add("--shard_tokens", type=int, default=100_000_000, help="tokens a shard; the last has less")
     args = parser.parse_args()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from data import local_text
 from data.encodings import load_encoding
-from data.local_text import DOCUMENT_BYTES, cut, cut_like_fineweb, split
+from data.local_text import DOCUMENT_BYTES, cut, split
 from data.shards import DataError, read_shard
 
 TEXT = st.text(st.sampled_from("ab é€𝄞\t\r\n\n\n"), max_size=400)
@@ -35,25 +35,6 @@ def test_cuts_are_at_paragraphs_else_lines_else_characters() -> None:
     assert cut("ééé\n".encode(), 5) == ["éé".encode(), "é\n".encode()]
     assert cut(b"a\r\n \r\nb", 6) == [b"a\r\n \r\n", b"b"]
     assert cut(b"", 10) == []
-
-
-@settings(deadline=None)
-@given(text=TEXT)
-def test_pieces_like_fineweb_put_together_are_the_text(text: str) -> None:
-    pieces = cut_like_fineweb(30 * text.encode())
-    assert b"".join(pieces).decode() == 30 * text
-    assert all(piece.decode() for piece in pieces)  # none is empty, no character is cut
-
-
-def test_documents_like_fineweb_are_as_long_as_its_own() -> None:
-    """Half have 480 tokens or more, with the end's; e^0.95 times that has one in 6.3: a σ more. Of
-    10,000 draws, shares have a standard deviation of 0.5 %."""
-    pieces = cut_like_fineweb(bytes(10**7))
-    tokens = np.array([len(piece) + 1 for piece in pieces[:10_000]])
-    assert tokens.max() == 2048
-    assert abs((tokens >= 480).mean() - 0.5) < 0.02
-    assert abs((tokens >= 480 * np.e**0.95).mean() - 0.1587) < 0.02
-    assert pieces == cut_like_fineweb(bytes(10**7))
 
 
 def test_the_side_of_a_document_does_not_depend_on_the_others() -> None:
@@ -123,14 +104,6 @@ def test_all_text_arrives_and_only_text(
     assert "2 files are not UTF-8 text, such as binary.py, latin1.py" in said
     assert f"--bos_id={encoding.end_of_text}" in said and "local_train_000001.bin" in said
     assert (output / f"prefixes_{name}.bin").exists() == (name == "toy")  # bytes have none
-
-
-def test_all_text_is_cut_like_fineweb_on_demand(tmp_path: Path, library: Path, make) -> None:
-    make(library, tmp_path / "out", "--lengths=fineweb")
-    files = local_text.find_files(library, [], tmp_path / "out")
-    text = b"".join(filter(None, map(local_text.read_text, files)))
-    found = [bytes(x.astype(np.uint8)) for x in documents_of(tmp_path / "out", 256)]
-    assert sorted(found) == sorted(cut_like_fineweb(text))
 
 
 def test_the_same_text_makes_the_same_shards_in_any_folder(

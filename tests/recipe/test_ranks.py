@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 import triton_kernels
-from bench.communication import Parameter, counted, expected_calls, model_parameters
+from bench.settings import Parameter, model_parameters
 from common import (
     TOLERANCE64, U16, U32, add_gradients, normal, parameters_of, random_batch, short_schedule, tiny_gpt,
     tiny_settings, unequal,
@@ -27,6 +27,7 @@ from train_gpt import (
     PARAM_TABLE, ForwardSchedule, Hyperparameters, NorMuonAndAdam, TrainingManager, param_table,
     step_schedule,
 )  # fmt: skip
+from traffic import counted, expected_calls
 
 BANKS = [label for label, row in PARAM_TABLE.items() if row.may_pad]
 SHARDED = [label for label, row in PARAM_TABLE.items() if row.comms == "sharded"]

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-import bench.communication
+import bench.gpu
 import train_gpt
 from common import ROOT, SCRIPT, run_fresh
 
@@ -13,7 +13,7 @@ from common import ROOT, SCRIPT, run_fresh
 def seen(rank: int = 0, world_size: int = 1) -> tuple[str, str, bool]:
     """The script's file and marker, and whether the project's other modules have the same script."""
     mark = getattr(train_gpt, "MARKER", "")
-    return train_gpt.__file__, mark, bench.communication.train_gpt is train_gpt
+    return train_gpt.__file__, mark, bench.gpu.train_gpt is train_gpt
 
 
 def test_every_process_tests_the_same_script(run_ranks) -> None:
