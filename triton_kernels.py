@@ -34,7 +34,7 @@ runs in fp32 and fp16 what GPUs run in bf16 and FP8. References compute in the d
 matmuls of bf16 or FP8 in fp32, as matrix units do, and compute norm, attention and loss in fp32 or better.
 
 No launch configuration is searched for at run time. bench/README.md says what each kernel must move and
-what it was compiled to; the checks in bench/kernels.py say what is proved of it.
+what it was compiled to; tests/kernels/checks.py says what is proved of it.
 """
 
 import contextlib

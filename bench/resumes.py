@@ -22,7 +22,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.kernels import same_bits
 from runtime.checkpoints import read_checkpoint
 from runtime.sources import RULE
 
@@ -59,6 +58,13 @@ def leaves(nest: Any, name: str = "") -> dict[str, Any]:
     for key, value in nest.items():
         found |= leaves(value, f"{name}.{key}" if name else f"{key}")
     return found
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN equals itself, -0 is not 0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
 def is_same(a: Any, b: Any) -> bool:

@@ -21,7 +21,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 def targets() -> list:
     """Every kernel for an H100; the other chips are slow tests."""
     found = []
-    for name, case in bench.CASES.items():
+    for name, case in bench.cases().items():
         found.append((name, 90))
         for other in (89 if case.fp8 else 80, 100):
             found.append(pytest.param(name, other, marks=pytest.mark.slow))
@@ -29,12 +29,12 @@ def targets() -> list:
 
 
 def compiled(name: str, capability: int = 90) -> bench.Resources:
-    return bench.compiled(bench.launch_of(bench.CASES[name], capability), capability)
+    return bench.compiled(bench.launch_of(bench.cases()[name], capability), capability)
 
 
 @pytest.mark.parametrize("name, capability", targets())
 def test_kernel_compiles_and_fits(name: str, capability: int) -> None:
-    case = bench.CASES[name]
+    case = bench.cases()[name]
     launch = bench.launch_of(case, capability)
     found = bench.compiled(launch, capability)
     assert found.shared <= bench.CHIPS[capability].shared_memory
@@ -85,15 +85,15 @@ def test_matmuls_fit_a_small_chip(name: str) -> None:
 def test_symmetric_matmuls_launch_one_triangle() -> None:
     """768 = 6 tiles: 21 on and below the diagonal of each matrix; all 36 if it is not symmetric."""
     names = ("XXT", "XTX", "ba_plus_cAA", "aX_plus_BX")
-    grids = [bench.launch_of(bench.CASES[name], 90).grid for name in names]
+    grids = [bench.launch_of(bench.cases()[name], 90).grid for name in names]
     assert grids == [(21, 5), (21, 3), (21, 5), (36, 5)]
 
 
 @pytest.mark.parametrize("name", ["transpose_add", "transpose_copy"])
 def test_transposes_leave_processors_to_collectives(name: str) -> None:
     """Without collectives as many programs run as processors hold; loads go on while a tile turns."""
-    beside = bench.launch_of(bench.CASES[f"{name}, beside collectives"], 90)
-    alone = bench.launch_of(bench.CASES[f"{name}, alone"], 90)
+    beside = bench.launch_of(bench.cases()[f"{name}, beside collectives"], 90)
+    alone = bench.launch_of(bench.cases()[f"{name}, alone"], 90)
     found = bench.compiled(alone, 90)
     assert beside.grid == (32,)
     assert alone.grid == (4 * 132,)
@@ -106,7 +106,7 @@ def test_transposes_leave_processors_to_collectives(name: str) -> None:
 def test_tiles_of_the_mlp_follow_each_other_without_a_gap() -> None:
     """As many stages as shared memory holds: one less backward, for the activation's tile."""
     for name, stages in dict(relu_squared=4, relu_squared_fp8=4, relu_squared_backward=3).items():
-        launch = bench.launch_of(bench.CASES[name], 90)
+        launch = bench.launch_of(bench.cases()[name], 90)
         assert launch.options["FLATTEN"] and launch.options["num_stages"] == stages
         more = launch._replace(options=launch.options | dict(num_stages=stages + 1))
         assert bench.compiled(more, 90).shared > bench.CHIPS[90].shared_memory
@@ -125,7 +125,7 @@ def test_activation_is_on_its_way_into_l2_before_the_matmul() -> None:
 
 def test_fp8_tiles_are_as_many_bytes() -> None:
     """So twice as deep; and FP8 units multiply them, not those of fp16 after a cast."""
-    launch = bench.launch_of(bench.CASES["relu_squared_fp8"], 90)
+    launch = bench.launch_of(bench.cases()["relu_squared_fp8"], 90)
     assert launch.options["BLOCK_K"] == 2 * tk.LARGE_TILES["BLOCK_K"]
     operands = set(re.findall(r"wgmma\.mma_async\S*?\.f32\.(\S+)", bench.compiled(launch, 90).ptx))
     assert operands == {"e4m3.e4m3"}
@@ -139,7 +139,7 @@ def test_gradients_of_embeddings_are_written_without_atomics() -> None:
 
 def test_strips_that_wait_for_their_gradients_stay_in_l2() -> None:
     """50 MB on an H100; and a gradient comes later than all programs' sums, four a processor."""
-    launch = bench.launch_of(bench.CASES["loss_and_fp8_gradient"], 90)
+    launch = bench.launch_of(bench.cases()["loss_and_fp8_gradient"], 90)
     strip = tk.LOSS["ROWS"] * 50304 * 2
     assert (tk.LOSS["AHEAD"] + 1) * strip < 50e6 * 0.6
     assert tk.LOSS["AHEAD"] * 2 * -(-50304 // tk.LOSS["WIDTH"]) >= launch.grid[0]
@@ -148,7 +148,7 @@ def test_strips_that_wait_for_their_gradients_stay_in_l2() -> None:
 def test_loss_takes_three_special_functions_and_26_instructions_a_logit() -> None:
     """One special function in its sums, without a barrier, and two in its gradients, of 16 logits a
     thread; no guarded forms. A row's neighbours are one access, in both layouts."""
-    launch = bench.launch_of(bench.CASES["loss_and_fp8_gradient"], 90)
+    launch = bench.launch_of(bench.cases()["loss_and_fp8_gradient"], 90)
     found = bench.compiled(launch, 90)
     assert (
         launch.grid == (4 * 132,)

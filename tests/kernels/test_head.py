@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import naive_model
-from bench.kernels import exact_loss
+from checks import exact_loss
 from common import U16, U32, close64, normal, train_gpt
 from triton_kernels import (
     CPU_BF16, E4M3, E5M2, fp8_head_loss, fp8_linear, fp8_matmul, kernels_of, quantize_by_largest,

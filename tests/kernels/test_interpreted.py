@@ -19,7 +19,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel here: its kernels run elsewhere")
 
-from bench import kernels as checks
+import checks
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 both_dtypes = pytest.mark.parametrize("dtype", [FP32, FP16], ids=["fp32", "fp16"])

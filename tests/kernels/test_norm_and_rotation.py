@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels import exact_heads
+from checks import exact_heads
 from common import U16, U32, U64, normal
 from triton_kernels import RMS_EPS, kernels_of, norm, norm_and_rotate_qk, rotate
 

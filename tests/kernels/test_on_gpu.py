@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import kernels as checks
+import checks
 from common import train_gpt
 from triton_kernels import (
     fp8_head_loss, fp8_linear, loss_and_fp8_gradient, softcapped_cross_entropy,
