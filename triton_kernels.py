@@ -22,7 +22,7 @@ Chapters, in the order of learning:
      9  FP8: quantization and matmuls
     10  LM head and loss: one kernel whose programs wait for each other
     11  fp32 weights as 16 + 16 bits
-    12  What the machine wants
+    12  Compiled on a GPU, in pieces that fit the cache on a CPU
 
 A chapter goes from the mathematics to the launch configuration, the kernel, its launcher and its
 custom operators. A kernel's docstring says what it computes, why that is faster ("Faster"), what
@@ -34,7 +34,7 @@ runs in fp32 and fp16 what GPUs run in bf16 and FP8. References compute in the d
 matmuls of bf16 or FP8 in fp32, as matrix units do, and compute norm, attention and loss in fp32 or better.
 
 No launch configuration is searched for at run time. bench/README.md says what each kernel must move and
-what it was compiled to; the checks in bench/kernels.py say what is proved of it.
+what it was compiled to; tests/kernels/checks.py says what is proved of it.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ class Chip(NamedTuple):  # what a launch depends on
 
 
 H100 = Chip(132, 227 * 1024)
-OPTIONS = dict(enable_fp_fusion=True)  # of every launch: multiply and add may be one instruction
+OPTIONS = dict(enable_fp_fusion=True)  # every launch: multiply and add may be one instruction
 
 
 @functools.cache
@@ -148,9 +148,8 @@ def operator(
     """The decorated function as custom operator bankrun::name, one node of a compiled graph.
 
     fake takes the same arguments and returns tensors of the result's shapes and dtypes. changes: arguments
-    that are written to. PyTorch's wrapper
-    keeps Dynamo out of the function and imports Dynamo for that: 2 s of every rank's start. On a CPU the
-    function therefore runs unwrapped until something else has imported Dynamo.
+    that are written to. PyTorch's wrapper keeps Dynamo out of the function and imports Dynamo for that: 2 s
+    of every rank's start. So on a CPU the function runs unwrapped until something else has imported Dynamo.
     """
 
     def register(function: Callable) -> library.CustomOpDef:
@@ -211,7 +210,7 @@ def transpose_copy(source: Tensor, target: Tensor, alone: bool = True) -> None:
 
 
 TRANSPOSE = dict(BLOCK=64, num_warps=4)  # 64 bf16 are a memory line of 128 bytes in either layout
-TRANSPOSE_PROGRAMS = 32  # of an H100's 132 processors; the others are left to the collectives
+TRANSPOSE_PROGRAMS = 32  # an H100 has 132 processors; the others are left to the collectives
 
 
 @triton.jit
@@ -653,7 +652,18 @@ class Band(NamedTuple):
     cu_seqlens: Tensor  # (slots,) int32: document starts, padded by the number of positions
     window: int | Tensor  # positions; as a graph_input one compiled graph serves all
     max_len: int  # longest document, in positions
-    bias: Tensor | None  # of band_bias, for the reference; None: FlashAttention
+    bias: Tensor | None  # band_bias, for a CPU; None: FlashAttention
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Tensor:
+    """The reference of attend, which only tests call: nearly all of its (H, P, P) scores are masked."""
+    position = torch.arange(len(q), device=q.device)
+    document = torch.searchsorted(band.cu_seqlens, position, right=True)
+    back = position[:, None] - position  # how far each key lies before each query
+    seen = (document[:, None] == document) & (back >= 0) & (back <= band.window)
+    scores = scale * torch.einsum("qhd, khd -> hqk", q, k)
+    probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return torch.einsum("hqk, khd -> qhd", probs, v)
 
 
 def uses_flash(x: Tensor) -> bool:
@@ -665,7 +675,7 @@ def uses_flash(x: Tensor) -> bool:
 # Faster: FlashAttention 2, which PyTorch holds, is written for chips before Hopper: it waits for copies and
 # uses neither the asynchronous matrix units (wgmma) nor TMA.
 # Must hold: what is called here is private to the package, so its version is this one and no other.
-FA4_VERSION = "4.0.0b36"  # of flash-attn-4 on PyPI, as in runtime/requirements-hopper.txt
+FA4_VERSION = "4.0.0b36"  # flash-attn-4 on PyPI, as in runtime/requirements-hopper.txt
 FA4_HEAD_DIM = 128  # what is tried before the first step
 FA4_SLOTS = 257  # more documents than 256 would need a table of blocks
 FA4_TOLERANCE = 0.02  # relative, by norm; bf16 rounds FlashAttention 2's own results by about 0.003
@@ -776,8 +786,7 @@ def _try_fa4() -> None:
 def flash_attention() -> str:
     """Turn on FlashAttention 4 for training on Hopper, if its package is installed and works.
 
-    Returns one line for the log: which attention runs and, on Hopper, what the lack of it costs. That is
-    an estimate, from FlashAttention 3's rates.
+    Returns one line for the log: which attention runs and, on Hopper, what the lack of it costs (estimated).
     """
     global _fa4
     if not torch.cuda.is_available():
@@ -785,9 +794,9 @@ def flash_attention() -> str:
     if torch.cuda.get_device_capability()[0] != 9:
         return "FA2"
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the package's compiler
+        with warnings.catch_warnings(action="ignore"):  # from the package's compiler
             _try_fa4()
-    except Exception as error:  # not there, or of another driver: slower, but no failure
+    except Exception as error:  # it is absent or does not work here: training is slower, no more
         _fa4 = None
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         cost = "steps take an estimated 4 to 8 % longer than with FA4"
@@ -796,7 +805,7 @@ def flash_attention() -> str:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | Tensor) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys of the band; causal; differentiable.
+    """masked_attention: softmax(scale · q kᵀ) v over the keys of the band; causal; differentiable.
 
     q, k, v and the result are (P, H, D) of one dtype. A band with a bias is computed block by block in fp32
     or better, one without a bias by FlashAttention: 4 where gradients are wanted and flash_attention() has
@@ -876,13 +885,14 @@ def _head_groups(batch: int, rows: int, keys: int, blocks: int) -> list[slice]:
 
 
 class _BandedAttention(torch.autograd.Function):
-    """softmax(scale · q kᵀ + bias) v, block by block: the reference, and the fast path on a CPU.
+    """softmax(scale · q kᵀ + bias) v, block by block: the CPU's fast path, not the reference.
 
-    Faster: a block of queries meets only the keys of its window. Heads lie one after another in memory, so
-    that the keys of all blocks are overlapping windows of one strided view; so are, backward, the queries
-    of all blocks of keys. Few heads are taken at a time: their scores stay in the cache.
-    Must hold: the first blocks of a head reach into the head before it. The bias masks those keys like any
-    foreign document's, and their probabilities are zero, by query and by key.
+    Faster: a block of queries meets only the keys that its window reaches. Heads lie one after another in
+    memory, so the keys of all blocks are overlapping windows of one tensor, and one bmm serves many blocks.
+    The backward pass sees the queries of all blocks of keys the same way. A few heads are computed at a
+    time, so that their scores stay in the cache.
+    Must hold: the first blocks of a head reach into the head before it. The bias masks those keys as it
+    masks other documents, so their probabilities are zero, by query and by key.
     """
 
     @staticmethod
@@ -953,31 +963,25 @@ def _operand(x: Tensor) -> Tensor:
     return x if x.is_cuda or kernel_device(x) == CPU_BF16 else _wide(x)
 
 
-def _result(product: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return product.to(dtype) if out is None else out.copy_(product)
-
-
 @has_kernel
-def XXT(X: Tensor, out: Tensor | None = None) -> Tensor:
+def XXT(X: Tensor) -> Tensor:
     """X Xᵀ, rounded once. X (..., rows, cols) bf16, fp32 or fp64; result (..., rows, rows) of its dtype."""
     wide = _operand(X)
-    return _result(wide @ wide.mT, X.dtype, out)
+    return (wide @ wide.mT).to(X.dtype)
 
 
 @has_kernel
-def XTX(X: Tensor, out: Tensor | None = None) -> Tensor:
+def XTX(X: Tensor) -> Tensor:
     """Xᵀ X for tall X, so that none is transposed in memory; rounded once. Result (..., cols, cols)."""
     wide = _operand(X)
-    return _result(wide.mT @ wide, X.dtype, out)
+    return (wide.mT @ wide).to(X.dtype)
 
 
 @has_kernel
-def ba_plus_cAA(A: Tensor, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
-    """beta·A + alpha·A·Aᵀ, rounded once. A (..., n, n) is symmetric, so A·Aᵀ = A²; result like A."""
+def ba_plus_cAA(A: Tensor, beta: float, alpha: float) -> Tensor:
+    """beta·A + alpha·A·Aᵀ, rounded once. A (n, rows, rows) is symmetric, so A·Aᵀ = A²; result like A."""
     wide = _operand(A)
-    flat = wide.flatten(0, -3) if wide.ndim > 3 else wide.reshape(-1, *wide.shape[-2:])
-    product = torch.baddbmm(flat, flat, flat, beta=beta, alpha=alpha)
-    return _result(product.view_as(A), A.dtype, out)
+    return torch.baddbmm(wide, wide, wide, beta=beta, alpha=alpha).to(A.dtype)
 
 
 @has_kernel
@@ -1055,7 +1059,7 @@ def launch_product(
 ) -> Tensor:  # fmt: skip
     """alpha · op(L) op(R) + beta · C into out, all (..., rows, cols); returns out.
 
-    op transposes a factor where L_transposed or R_transposed says so; out must not overlap a tensor.
+    op transposes a factor where L_transposed or R_transposed says so. out is contiguous and overlaps nothing.
     """
     M, N = out.shape[-2:]
     K = L.size(-2 if L_transposed else -1)
@@ -1064,16 +1068,13 @@ def launch_product(
     tiles = rows * (rows + 1) // 2 if symmetric else rows * cols
     L = L.contiguous()
     C = L if C is None else C.contiguous()
-    target = out
-    if not out.is_contiguous():
-        target = torch.empty_like(out, memory_format=torch.contiguous_format)
     launch(
         product_kernel, (tiles, out[..., 0, 0].numel()),
-        L, R.contiguous(), C, target, M, N, K, alpha, beta,
+        L, R.contiguous(), C, out, M, N, K, alpha, beta,
         L_TRANSPOSED=L_transposed, R_TRANSPOSED=R_transposed, SYMMETRIC=symmetric, ADDEND=beta != 0,
         **PRODUCT,
     )  # fmt: skip
-    return out if target is out else out.copy_(target)
+    return out
 
 
 def _empty_gram(X: Tensor, tall: bool) -> Tensor:
@@ -1081,42 +1082,33 @@ def _empty_gram(X: Tensor, tall: bool) -> Tensor:
     return X.new_empty(*X.shape[:-2], n, n)
 
 
-def _launch_gram(X: Tensor, out: Tensor, tall: bool) -> Tensor:
-    return launch_product(X, X, None, out, 1.0, 0.0, tall, not tall, symmetric=True)
-
-
-@operator("gram", _empty_gram)
-def gram_op(X: Tensor, tall: bool) -> Tensor:
+def launch_gram(X: Tensor, tall: bool) -> Tensor:
     """Xᵀ X if tall, else X Xᵀ."""
-    return _launch_gram(X, _empty_gram(X, tall), tall)
+    out = _empty_gram(X, tall)
+    return launch_product(X, X, None, out, 1.0, 0.0, tall, not tall, symmetric=True)
 
 
 def _like_addend(L: Tensor, R: Tensor, C: Tensor, *_: Any) -> Tensor:
     return C.new_empty(C.shape)
 
 
-@operator("multiply_add", _like_addend)
-def multiply_add_op(
+def launch_multiply_add(
     L: Tensor, R: Tensor, C: Tensor, alpha: float, beta: float, symmetric: bool
 ) -> Tensor:
     """alpha · L R + beta · C. symmetric: L = R, and L and C are symmetric."""
-    out = C.new_empty(C.shape)
+    out = _like_addend(L, R, C)
     return launch_product(L, R, C, out, alpha, beta, R_transposed=symmetric, symmetric=symmetric)
 
 
-def _gram_cuda(X: Tensor, out: Tensor | None = None, *, tall: bool) -> Tensor:
-    return gram_op(X, tall) if out is None else _launch_gram(X, out, tall)
-
-
-XXT.kernel("cuda")(functools.partial(_gram_cuda, tall=False))
-XTX.kernel("cuda")(functools.partial(_gram_cuda, tall=True))
+gram_op = operator("gram", _empty_gram)(launch_gram)
+multiply_add_op = operator("multiply_add", _like_addend)(launch_multiply_add)
+XXT.kernel("cuda")(lambda X: gram_op(X, False))
+XTX.kernel("cuda")(lambda X: gram_op(X, True))
 
 
 @ba_plus_cAA.kernel("cuda")
-def _ba_plus_cAA_cuda(A: Tensor, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
-    if out is None:
-        return multiply_add_op(A, A, A, alpha, beta, True)
-    return launch_product(A, A, A, out, alpha, beta, R_transposed=True, symmetric=True)
+def _ba_plus_cAA_cuda(A: Tensor, beta: float, alpha: float) -> Tensor:
+    return multiply_add_op(A, A, A, alpha, beta, True)
 
 
 @aX_plus_BX.kernel("cuda")
@@ -1219,7 +1211,7 @@ def _prefetch_tile(matrix, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.co
 def relu_squared_kernel(
     x, w, activation, out,  # (M, K), (N, K), (M, N), (M, N): tensor descriptors if TMA, else pointers
     pointer,  # to the activation, or None
-    scale,  # of x wᵀ: a 0-dim fp32 tensor, or None
+    scale,  # factor of x wᵀ: a 0-dim fp32 tensor, or None
     M, N, K,
     BACKWARD: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -1468,53 +1460,28 @@ def fp8_linear(x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale:
     gradient is that of a loss summed over tokens, divided by nothing.
     From: the speedrun's FP8 LM head, with its static scales.
     """
-    return fp8_linear_op(x, w, x_scale, w_scale, grad_scale)[0]
+    return _FP8Linear.apply(x, w, x_scale, w_scale, grad_scale)
 
 
-def _fake_fp8_linear(x: Tensor, w: Tensor, *_: Any) -> Triple:
-    y = x.new_empty(len(x), w.size(1))
-    return y, torch.empty_like(x, dtype=E4M3), torch.empty_like(w, dtype=E4M3)
+class _FP8Linear(torch.autograd.Function):
+    """It saves x and w in e4m3. A GPU with FP8 units does the same inside fp8_head_loss_op."""
 
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float):
+        x8 = quantize_fp8(x, x_scale, E4M3)
+        w8 = quantize_fp8(w, w_scale, E4M3)
+        ctx.save_for_backward(x8, w8)
+        ctx.scales = x_scale, w_scale, grad_scale
+        return fp8_matmul(x8, w8, x_scale * w_scale, x.dtype, True)
 
-@operator("fp8_linear", _fake_fp8_linear)
-def fp8_linear_op(
-    x: Tensor, w: Tensor, x_scale: float, w_scale: float, grad_scale: float
-) -> Triple:
-    """y in x's dtype, and both operands in e4m3 for the backward pass, which also uses grad_scale."""
-    x8 = quantize_fp8(x, x_scale, E4M3)
-    w8 = quantize_fp8(w, w_scale, E4M3)
-    return fp8_matmul(x8, w8, x_scale * w_scale, x.dtype, True), x8, w8
-
-
-def _fake_fp8_linear_backward(grad: Tensor, x8: Tensor, w8: Tensor, *_: Any) -> Pair:
-    return torch.empty_like(x8, dtype=grad.dtype), torch.empty_like(w8, dtype=grad.dtype)
-
-
-@operator("fp8_linear_backward", _fake_fp8_linear_backward)
-def fp8_linear_backward_op(
-    grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float, w_scale: float, grad_scale: float
-) -> Pair:
-    """grad (T, out) → grad_x (T, in) and grad_w (in, out), both in grad's dtype."""
-    grad8 = quantize_fp8(grad, grad_scale, E5M2)
-    grad_x = fp8_matmul(grad8, w8.mT, grad_scale * w_scale, grad.dtype, False)
-    grad_w = fp8_matmul(x8.mT, grad8, x_scale * grad_scale, grad.dtype, False)
-    return grad_x, grad_w
-
-
-def _save_fp8(ctx, inputs, output):
-    """For the backward pass: every result but the first, and the three scales."""
-    ctx.save_for_backward(*output[1:])
-    ctx.dtype = inputs[0].dtype
-    ctx.scales = inputs[-3:]
-    ctx.set_materialize_grads(False)
-
-
-def _fp8_linear_gradients(ctx, grad, *_):
-    grads = fp8_linear_backward_op(grad, *ctx.saved_tensors, *ctx.scales)
-    return *grads, None, None, None
-
-
-fp8_linear_op.register_autograd(_fp8_linear_gradients, setup_context=_save_fp8)
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x8, w8 = ctx.saved_tensors
+        x_scale, w_scale, grad_scale = ctx.scales
+        grad8 = quantize_fp8(grad, grad_scale, E5M2)
+        grad_x = fp8_matmul(grad8, w8.mT, grad_scale * w_scale, grad.dtype, False)
+        grad_w = fp8_matmul(x8.mT, grad8, x_scale * grad_scale, grad.dtype, False)
+        return grad_x, grad_w, None, None, None
 
 
 @has_kernel
@@ -1546,9 +1513,7 @@ class _ReluSquaredMLPFP8(torch.autograd.Function):
     """The reference: _ReluSquaredMLP of another h."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor, W8: Tensor, W_scale: Tensor
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor, W8: Tensor, W_scale: Tensor):
         ctx.dtype = x.dtype
         narrow = operand_dtype(x)
         x8, x_scale = quantize_by_largest(x)
@@ -1582,9 +1547,7 @@ class _FusedReluSquaredMLPFP8(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor, W8: Tensor, W_scale: Tensor
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, W_fc: Tensor, W_proj: Tensor, W8: Tensor, W_scale: Tensor):
         x8, x_scale = quantize_by_largest(x)
         activation = relu_squared_fp8_op(x8, W8, x_scale * W_scale, x.dtype)
         ctx.save_for_backward(x, W_fc, W_proj, activation)
@@ -1662,37 +1625,34 @@ def loss_and_fp8_gradient(logits: Tensor, targets: Tensor, weights: Tensor, scal
     return loss.detach(), *quantize_fp8_both(grad, scale, E5M2)
 
 
-# The loss on a GPU. A row of 50304 logits must be summed before its first gradient is known. So the work
-# comes in items of ROWS rows by WIDTH columns, of two kinds: S adds up exp z over an item; G reads the item
-# again and writes its gradient in both layouts. Programs draw items from one counter, one strip of ROWS
-# rows after another; a strip's gradients come AHEAD strips after its sums. Dots: the strip's logits wait in
-# L2, at most four strips of 6.4 MB.
+# The loss on a GPU, sums and gradients in one kernel.
+#
+# Order. A row of 50304 logits must be summed before its first gradient is known. The work is cut into items
+# of ROWS rows by WIDTH columns. S adds up exp z over an item; G reads the item again and writes its gradient
+# in both layouts. Programs draw items from one counter, strip after strip of ROWS rows. A strip's gradients
+# come AHEAD strips after its sums. Meanwhile (dots) its logits wait in L2: four strips of 6.4 MB at most.
 #
 #     time →    S0  S1  S2  S3  G0  S4  G1  S5  G2  S6  G3 ...
 #     strip 0   S0 ············ G0
 #     strip 1       S1 ················ G1
 #     strip 2           S2 ···················· G2
 #     strip 3               S3 ························ G3
-#     strip 4                       S4 ························ ...
 #
-# So a gradient finds its sums done and its logits in L2. Memory sees one read of 2 bytes a logit and two
-# writes of 1, where separate kernels move 11. Sums are drawn before the gradients that need them, so some
-# running program can always continue: no deadlock, however many programs the chip holds. 64 rows make 64
-# contiguous bytes, two sectors, in the transposed layout; more would not stay in L2.
+# Memory sees one read of 2 bytes a logit and two writes of 1, where separate kernels move 11. There is no
+# deadlock, however many programs the chip holds: sums are drawn before the gradients that wait for them. 64
+# rows make 64 contiguous bytes, two sectors, in the transposed layout; more rows would not stay in L2.
 #
-# Everything is a function of t = tanh((logit + 5) / 15), as sigmoid(2x) = (1 + tanh x) / 2: z is
-# 11.5 (1 + t), exp z is a constant times 2^(16.6 t), dz/dlogit is 23/30 (1 − t²).
+# Arithmetic. With t = tanh((logit + 5) / 15), z is 11.5 (1 + t), exp z a constant times 2^(16.6 t), and
+# dz/dlogit 23/30 (1 − t²). A logit takes 26 instructions and three special functions (a processor has 16 a
+# clock, and 128 multiply-adds): tanh.approx in S and in G, and an exponential in G; that of S is a
+# polynomial. tanh.approx is off by up to 2^-11: that changes the errors which FP8 leaves in the gradients
+# of w and x, 5.9 to 6.3 %, by less than a thousandth of themselves. Without FP8, as in evaluation, EXACT
+# computes t from an exponential and a reciprocal. A special function is one PTX instruction that flushes
+# denormals; Triton's own take three to five.
 #
-# A logit takes three special functions (16 a clock and processor, beside 128 multiply-adds) and 26
-# instructions: t by tanh.approx in S and in G, and the exponential of the gradient's probability; that of
-# the sums is a polynomial. Against what FP8 rounds, the error of tanh.approx is nothing: emulated at its
-# largest, 2^-11, it moves the errors of the gradients of w and x, 5.9 to 6.3 % of their norms, by 0.06 % of
-# themselves or less. Where there is no FP8, as in evaluation, EXACT takes t from an exponential and a
-# reciprocal. Each is one PTX instruction that flushes denormals; Triton's own take three to five.
-#
-# Words: two bf16 logits are one int32, two FP8 numbers one int16. A word turns as it is, so both layouts
-# leave one loop. From a conversion of bf16 instead of shifts Triton up to 3.7 would turn the logits, and
-# compute each gradient twice. From: R75 for the loop without targets and with folded constants.
+# Words. Two bf16 logits are read as one int32, two FP8 numbers written as one int16. Words are transposed
+# whole, so one loop writes both layouts. bf16 is widened by shifts: for a conversion, Triton up to 3.7 would
+# transpose the logits and compute each gradient twice. From: R75 (no targets in the loop, folded constants).
 LOSS = dict(ROWS=64, WIDTH=512, BLOCK=64, AHEAD=3, num_warps=8, maxnreg=64)
 LOSS_PROGRAMS = 4  # a processor: so a thread has 64 registers
 _HALF_CAP = tl.constexpr(SOFTCAP / 2)
@@ -2117,12 +2077,19 @@ def fp8_head_loss_backward_op(
     return grad_x, grad_w
 
 
+def _save_head_loss(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])  # all results but the loss
+    ctx.dtype = inputs[0].dtype
+    ctx.scales = inputs[-3:]
+    ctx.set_materialize_grads(False)
+
+
 def _head_loss_gradients(ctx, grad, *_):
     grads = fp8_head_loss_backward_op(grad, *ctx.saved_tensors, ctx.dtype, *ctx.scales)
     return *grads, None, None, None, None, None
 
 
-fp8_head_loss_op.register_autograd(_head_loss_gradients, setup_context=_save_fp8)
+fp8_head_loss_op.register_autograd(_head_loss_gradients, setup_context=_save_head_loss)
 
 
 @fp8_head_loss.kernel("cuda")
@@ -2148,9 +2115,9 @@ def split_mantissa(x: Tensor) -> Pair:
 
 
 # -----------------------------------------------------------------------------
-# 12. What the machine wants
+# 12. Compiled on a GPU, in pieces that fit the cache on a CPU
 
-CPU_CACHE_ELEMENTS = 262_144  # of one tensor, so that those of an update stay in a core's cache
+CPU_CACHE_ELEMENTS = 262_144  # a tensor's part: all tensors of an update stay in a core's cache
 
 
 def fused_on_gpu(function: Callable) -> Callable:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
@@ -35,8 +36,6 @@ from sample import load_script
 SCRIPT = ROOT / os.environ.get("SCRIPT", "train_gpt.py")
 train_gpt = sys.modules.get("train_gpt") or load_script(SCRIPT, "train_gpt")
 
-from bench.kernels import normal
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Unit roundoffs: the largest relative error of rounding to nearest.
@@ -49,6 +48,12 @@ TOLERANCE64 = 1e-12
 
 # -----------------------------------------------------------------------------
 # Tensors
+
+
+def normal(label: str, shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
+    """fp32 standard normal numbers, times scale, that depend on label and shape alone."""
+    generator = np.random.Generator(np.random.Philox(zlib.crc32(label.encode())))
+    return torch.from_numpy(generator.standard_normal(shape).astype(np.float32)) * scale
 
 
 def int32(*numbers: int) -> Tensor:

@@ -1,117 +1,77 @@
-"""The GPU's path without a GPU: which kernels a graph holds; the fused LM head is the separate one."""
+"""Under torch.compile the model is one graph a shape, with the same numbers; and the GPU's path, traced
+without a GPU, holds the kernels and has the right shapes.
+
+Tensors of the GPU's path are on meta, or fake and say cpu, since PyTorch's CPU build cannot index
+those that say cuda; kernels_of decides as a GPU would.
+"""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor, library
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import triton_kernels as tk
-from common import U32, normal, train_gpt
+from common import U32, normal, random_batch, short_schedule, tiny_gpt, train_gpt
 
-GPT, ForwardSchedule = train_gpt.GPT, train_gpt.ForwardSchedule
-polar_express = train_gpt.polar_express
+GPT, ForwardSchedule, LAYERS = train_gpt.GPT, train_gpt.ForwardSchedule, train_gpt.LAYERS
 BF16, FP32 = torch.bfloat16, torch.float32
-SCALES = train_gpt.FP8_X_SCALE, train_gpt.FP8_W_SCALE, train_gpt.FP8_GRAD_SCALE
-JOINS = ("aten.cat.default", "aten.stack.default")
+ONE_GRAPH = dict(fullgraph=True, dynamic=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture
 def gpu_kernels() -> Iterator[None]:
-    """For tensors without memory, on meta, or fake ones: PyTorch's CPU build has no others."""
     with tk.kernels_of("cuda"):
         yield
 
 
-def on_meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def on_meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=BF16, device="meta")
 
 
 def nodes_of(graph: torch.fx.GraphModule) -> list[str]:
-    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    """The operators of a graph, without the unpacking of results."""
+    nodes = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    return [node for node in nodes if "getitem" not in node]
 
 
-def one_graph(function: Callable, *args) -> tuple[Tensor, list[str]]:
-    """The result of a compiled function, and the nodes of its one graph."""
+def compiled(function: Callable) -> tuple[Callable, list[torch.fx.GraphModule]]:
+    """The function compiled, and its graphs, as they come: forward, backward."""
     graphs = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(nodes_of(graph))
-        return graph.forward
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
 
-    torch._dynamo.reset()
-    found = torch.compile(function, backend=keep, fullgraph=True, dynamic=False)(*args)
-    torch._dynamo.reset()
-    (nodes,) = graphs
-    return found, nodes
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    return torch.compile(function, backend=backend, **ONE_GRAPH), graphs
 
 
-# Polar Express
+# Parts of the GPU's path
 
 
 @pytest.mark.parametrize("shape", [(3, 3072, 768), (5, 768, 768)], ids=["tall", "square"])
 def test_polar_express_is_its_matmuls_and_nothing_else(gpu_kernels, shape) -> None:
     """Scaling, then five times Gram matrix, polynomial and product, without a copy between them."""
-    nodes = nodes_of(make_fx(polar_express)(on_meta(*shape)))
+    function, graphs = compiled(train_gpt.polar_express)
+    found = function(on_meta(*shape))
+    assert found.shape == shape and found.dtype == BF16
+    (nodes,) = map(nodes_of, graphs)
     first = nodes.index("bankrun.gram.default")
     assert nodes[first:] == 5 * (["bankrun.gram.default"] + 2 * ["bankrun.multiply_add.default"])
-
-
-def test_matmuls_copy_no_contiguous_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = []
-    monkeypatch.setattr(tk, "launch", lambda kernel, grid, *args, **_: launched.append(args))
-    X, B, out = torch.empty(2, 48, 32), torch.empty(2, 32, 32), torch.empty(2, 48, 32)
-    assert tk.launch_product(X, B, X, out, 1.0, 2.0) is out
-    (args,) = launched
-    assert [t.data_ptr() for t in args[:4]] == [t.data_ptr() for t in (X, B, X, out)]
-
-
-def test_compiled_polar_express_is_one_graph(gpu_kernels) -> None:
-    """As normuon_update is compiled on a GPU: dispatch and operators pass through Dynamo."""
-    found, nodes = one_graph(polar_express, on_meta(3, 64, 32))
-    assert found.shape == (3, 64, 32) and found.dtype == BF16
-    assert sum("bankrun" in node for node in nodes) == 15
-
-
-# The whole model
-
-
-def test_training_step_holds_the_fused_kernels(gpu_kernels) -> None:
-    """Forward and backward in fake tensors at the record preset's widths: shapes and kernels."""
-    tokens = 1024
-    with FakeTensorMode():
-        model = GPT(50257, 11, 6, 128, 768, tokens, fp8_head=True)
-        schedule = ForwardSchedule(torch.ones(3), 128, 384, 1024)
-
-        def step(inputs: Tensor, targets: Tensor, starts: Tensor) -> list[Tensor]:
-            model.zero_grad()
-            loss = model(inputs, targets, starts, schedule)
-            assert loss.shape == () and loss.dtype == FP32
-            loss.backward()
-            return [param.grad for param in model.parameters()]
-
-        ids = torch.zeros(tokens, dtype=torch.int32)
-        batch = ids, ids.long(), torch.zeros(64, dtype=torch.int32)
-        for param, grad in zip(model.parameters(), step(*batch)):
-            assert (grad.shape, grad.dtype) == (param.shape, param.dtype), param.label
-            assert grad.is_contiguous(), param.label
-        graph = make_fx(step)(*batch)
-        nodes = nodes_of(graph)
-    expected = dict(
-        norm_rotate=10, norm_rotate_backward=10, relu_squared=22, fp8_head_loss=1,
-        fp8_head_loss_backward=1, scatter=3,
-    )  # fmt: skip
-    assert {name: nodes.count(f"bankrun.{name}.default") for name in expected} == expected
-    assert nodes.count("aten.embedding.default") == 4 and nodes.count("aten.sort.stable") == 2
-    assert nodes.count("aten.embedding_dense_backward.default") == 0
-    for node in graph.graph.nodes:  # heads are joined by the kernel
-        if str(node.target) in JOINS:
-            shape = node.meta["val"].shape
-            assert len(shape) < 3 or shape[0] != tokens, node
 
 
 def test_residual_sums_are_no_addmm(gpu_kernels) -> None:
@@ -120,47 +80,27 @@ def test_residual_sums_are_no_addmm(gpu_kernels) -> None:
     graph = make_fx(lambda x, w: tk.residual_add(x, x @ w))(x, w)
     (sum_,) = (node for node in graph.graph.nodes if str(node.target) == "aten.add.Tensor")
     assert [tuple(node.meta["val"].shape) for node in sum_.args] == 2 * [(1, 64, 32)]
-    assert tk.residual_add(x, x).shape == x.shape
 
 
 @pytest.mark.parametrize("paired, offset", [(False, False), (True, False), (False, True)])
-def test_compiled_heads_are_one_operator_each_way(gpu_kernels, paired: bool, offset: bool) -> None:
+def test_heads_are_one_operator_each_way(gpu_kernels, paired: bool, offset: bool) -> None:
     """v, a view of the operator's input, passes through AOTAutograd; nothing else joins gradients."""
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append([node for node in nodes_of(graph) if "getitem" not in node])
-        return make_boxed_func(graph.forward)
-
     qkv = on_meta(8, 6, 16).requires_grad_()
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    torch._dynamo.reset()
-    options = dict(backend=backend, fullgraph=True, dynamic=False)
-    heads = torch.compile(tk.norm_and_rotate_qk, **options)(qkv, on_meta(16, 8, 2), paired, offset)
+    function, graphs = compiled(tk.norm_and_rotate_qk)
+    heads = function(qkv, on_meta(16, 8, 2), paired, offset)
     (grad,) = torch.autograd.grad(heads, qkv, [torch.empty_like(x) for x in heads])
-    torch._dynamo.reset()
     assert [x.shape for x in heads] == 3 * [(8, 2, 16)] and grad.shape == qkv.shape
-    forward, backward = graphs
+    forward, backward = map(nodes_of, graphs)
     assert forward[0] == "bankrun.norm_rotate.default" and set(forward[1:]) == {"aten.slice.Tensor"}
     assert backward == ["bankrun.norm_rotate_backward.default"]
 
 
-def test_compiled_fp8_mlp_is_one_operator_each_way(gpu_kernels) -> None:
+def test_fp8_mlp_is_one_operator_each_way(gpu_kernels) -> None:
     """Only the activation is saved; the backward pass is that of bf16, with nothing in FP8."""
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
     inputs = [on_meta(*shape).requires_grad_() for shape in ((48, 32), (128, 32), (128, 32))]
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    torch._dynamo.reset()
-    options = dict(backend=backend, fullgraph=True, dynamic=False)
-    W8, scale = tk.quantize_by_largest(inputs[1].detach())
-    out = torch.compile(tk.relu_squared_mlp_fp8, **options)(*inputs, W8, scale)
+    function, graphs = compiled(tk.relu_squared_mlp_fp8)
+    out = function(*inputs, *tk.quantize_by_largest(inputs[1].detach()))
     grads = torch.autograd.grad(out, inputs, torch.empty_like(out))
-    torch._dynamo.reset()
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, BF16) for x in inputs]
     ours = [[node for node in nodes_of(graph) if "bankrun" in node] for graph in graphs]
     assert ours == [["bankrun.relu_squared_fp8.default"], ["bankrun.relu_squared.default"]]
@@ -172,60 +112,160 @@ def test_compiled_fp8_mlp_is_one_operator_each_way(gpu_kernels) -> None:
         assert getattr(node.meta.get("val"), "dtype", BF16) == BF16, node
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_bf16_head_keeps_its_shapes(gpu_kernels, training: bool) -> None:
-    """Chips without FP8, and every evaluation."""
+# The whole model on a GPU, in fake tensors at the record preset's widths: no arithmetic
+
+
+def traced(training: bool, fp8: bool) -> tuple[nn.Module, list[torch.fx.Node]]:
+    """The model with its gradients, and the nodes of a forward and, in training, a backward pass."""
+    h = train_gpt.Hyperparameters()
+    tokens = 16384
+    sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, tokens)
     with FakeTensorMode():
-        model = GPT(50257, 11, 6, 128, 768, 256).train(training)
-        tokens, starts = torch.zeros(256, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
-        schedule = ForwardSchedule(torch.ones(2), 128, 128)
-        loss = model(tokens, tokens.long(), starts, schedule)
-        assert loss.shape == () and loss.dtype == FP32
-        if training:
-            loss.backward()
-            grad = model.lm_head.grad
-            assert grad.shape == model.lm_head.shape and grad.dtype == BF16
+        scale = h.attention_scale
+        model = GPT(*sizes, fp8_head=fp8, attention_scale=scale).train(training)
+        schedule = ForwardSchedule(torch.ones(3), 128, 384, 2048)
+
+        def step(inputs: Tensor, targets: Tensor, starts: Tensor) -> Tensor:
+            loss = model(inputs, targets, starts, schedule)
+            if training:
+                loss.backward()
+            return loss
+
+        ids = torch.zeros(tokens, dtype=torch.int32)
+        graph = make_fx(step)(ids, ids.long(), torch.zeros(65, dtype=torch.int32))
+    loss = graph.graph.output_node().args[0].meta["val"]
+    assert loss.shape == () and loss.dtype == FP32
+    return model, [node for node in graph.graph.nodes if node.op == "call_function"]
 
 
-# The fused head, on the references
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_model_without_fp8_has_the_right_shapes(gpu_kernels, training: bool) -> None:
+    """Chips without FP8, and every evaluation."""
+    model, _ = traced(training, fp8=False)
+    for label, param in model.named_parameters() if training else ():
+        found, expected = ((x.shape, x.dtype, x.stride()) for x in (param.grad, param))
+        assert found == expected, label
 
 
-def head_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, w = normal("x", (48, 32)).requires_grad_(), normal("w", (32, 128), 0.1).requires_grad_()
-    targets = (normal("targets", (48,)).abs() * 1000).long() % 128
-    return x, w, train_gpt.mtp_targets(targets, 3), torch.tensor([1.0, 0.5, 0.25])
+@pytest.mark.parametrize("fa4", [True, False])
+def test_training_step_holds_the_fused_kernels(gpu_kernels, monkeypatch, fa4: bool) -> None:
+    """And every layer hands attention its positions and its window, forward and backward."""
+    monkeypatch.setattr(tk, "_fa4", SimpleNamespace() if fa4 else None)
+    windows = []
+    attend = lambda *args: windows.append(args[3].window) or tk.attend(*args)
+    monkeypatch.setattr(train_gpt, "attend", attend)
+    model, nodes = traced(True, fp8=True)
+    for label, param in model.named_parameters():
+        found, expected = ((x.shape, x.dtype, x.stride()) for x in (param.grad, param))
+        assert found == expected, label
+    names = [str(node.target) for node in nodes]
+    expected = dict(
+        norm_rotate=10, norm_rotate_backward=10, relu_squared=22, fp8_head_loss=1,
+        fp8_head_loss_backward=1, scatter=3, flash_attention=10, flash_attention_backward=10,
+    )  # fmt: skip
+    assert {name: names.count(f"bankrun.{name}.default") for name in expected} == expected
+    assert names.count("aten.embedding.default") == 4 and names.count("aten.sort.stable") == 2
+    assert names.count("aten.embedding_dense_backward.default") == 0
+
+    def arguments(name: str) -> list[list]:
+        calls = [node.args for node in nodes if str(node.target) == f"bankrun.{name}.default"]
+        return [[getattr(x, "meta", {}).get("val", x) for x in args] for args in calls]
+
+    h = train_gpt.Hyperparameters()
+    forward, backward = arguments("flash_attention"), arguments("flash_attention_backward")[::-1]
+    layers = [layer for layer in LAYERS if layer.window]
+    for layer, (q, k, v, starts, *_, longest, used), (*five, _, _, _, _, _, also) in zip(
+        layers, forward, backward, strict=True
+    ):
+        p = 2 if layer.paired else 1
+        shape = (p * 16384, h.num_heads // p, h.head_dim)
+        assert all(x.shape == shape and x.dtype == BF16 for x in (q, k, v, *five[:5])), layer
+        # TMA: dims beside each other, rows at multiples of 16 bytes.
+        strides = [x.stride() for x in (q, k, v)]
+        assert all(last == 1 and not (a % 8 or b % 8) for a, b, last in strides), layer
+        assert starts.shape == (65,) and (longest, used, also) == (p * 2048, fa4, fa4), layer
+    assert windows == [{"short": 128, "long": 384}[layer.window] for layer in layers]
 
 
-def test_fused_head_is_the_separate_one_to_the_bit() -> None:
-    x, w, targets, weights = head_inputs()
-    fused = tk.fp8_head_loss_op(x, w, targets, weights, *SCALES)[0]
-    separate = tk.softcapped_cross_entropy(tk.fp8_linear(x, w, *SCALES), targets, weights)
-    assert torch.equal(fused, separate)
-    for a, b in zip(torch.autograd.grad(fused, (x, w)), torch.autograd.grad(separate, (x, w))):
-        assert torch.equal(a, b) and a.is_contiguous()
+# On a CPU, compiled: the same operations in the same order on the same kernels. fp32 results may
+# differ where a graph joins or reorders sums.
+
+T, STARTS = 96, (0, 10, 50)
+TOLERANCE = 100 * U32
 
 
-def test_fused_head_takes_any_incoming_gradient() -> None:
-    """It scales the matmuls, so FP8 rounding does not depend on it: exact but for fp32 roundings."""
-    x, w, targets, weights = head_inputs()
-    loss = tk.fp8_head_loss_op(x, w, targets, weights, *SCALES)[0]
-    once = torch.autograd.grad(loss, (x, w), retain_graph=True)
-    for factor in (3.0, 1e-6, -0.125):
-        scaled = torch.autograd.grad(factor * loss, (x, w), retain_graph=True)
-        for a, b in zip(scaled, (factor * x.double() for x in once)):
-            assert ((a.double() - b).abs() <= 4 * U32 * b.abs()).all()
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype
+        difference = (found[name] - expected[name]).norm()
+        assert difference <= TOLERANCE * expected[name].norm(), name
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_fused_ops_keep_the_rules_of_custom_ops(dtype: torch.dtype) -> None:
-    """Of the operators that run without a GPU; the others' fake tensors are those of the graphs."""
-    x, w, *rest = head_inputs()
-    x, w = x.detach().to(dtype), w.detach().to(dtype)
-    forward = torch.ops.bankrun.fp8_head_loss.default
-    backward = torch.ops.bankrun.fp8_head_loss_backward.default
-    rules = ("test_autograd_registration", "test_faketensor")
-    library.opcheck(forward, (x, w, *rest, *SCALES), test_utils=rules)
-    leaves = (x.clone().requires_grad_(), w.clone().requires_grad_())
-    library.opcheck(forward, (*leaves, *rest, *SCALES), test_utils=rules)
-    loss, *saved = forward(x, w, *rest, *SCALES)
-    library.opcheck(backward, (loss, *saved, dtype, *SCALES), test_utils=rules)
+class Compiled:
+    """A tiny model, plain and compiled as model.compile does, with the graphs counted."""
+
+    def __init__(self, backend: str, fp8_head: bool):
+        self.model = tiny_gpt(fp8_head=fp8_head)
+        h = short_schedule(num_scheduled_iterations=30)
+        self.manager = train_gpt.TrainingManager(self.model, h)
+        self.counter = CompileCounterWithBackend(backend)
+        self.compiled = torch.compile(self.model, backend=self.counter, **ONE_GRAPH)
+
+    def results(self, function: Callable) -> dict[str, Tensor]:
+        loss = function(*random_batch(T, 120, STARTS), self.manager.forward_schedule())
+        params = dict(self.model.named_parameters())
+        gradients = torch.autograd.grad(loss, params.values()) if self.model.training else ()
+        return {"loss": loss.detach(), **dict(zip(params, gradients))}
+
+    def assert_same_at(self, step: int, graphs: int) -> None:
+        """The same numbers at this step, and so many graphs by then."""
+        self.manager.advance_schedule(step)
+        assert_same(self.results(self.compiled), self.results(self.model))
+        assert self.counter.frame_count == graphs, step
+
+
+@pytest.mark.slow
+def test_compiled_model_is_one_graph_for_each_shape_with_eager_numbers() -> None:
+    """Training with the FP8 head and evaluation: two graphs, none more for other weights and other
+    steps of a stage."""
+    both = Compiled("aot_eager", fp8_head=True)
+    for step in (0, 1, 9):  # stage 1, its third weight on the way to zero
+        both.assert_same_at(step, 1)
+    both.model.eval()
+    both.counter.backend = "eager"  # captured, not lowered
+    with torch.no_grad():
+        for step in (9, 5):
+            both.assert_same_at(step, 2)
+    both.model.train()
+    both.assert_same_at(5, 2)  # the training graph is still there
+
+
+def test_next_stage_with_a_plain_head_is_one_graph() -> None:
+    """Stage 2: fewer MTP weights, wider windows, another attention scale. Captured, not lowered."""
+    both = Compiled("eager", fp8_head=False)
+    for step in (10, 11, 19):
+        both.assert_same_at(step, 1)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "plain"])
+def test_compiled_head_is_one_graph_for_each_number_of_targets(fp8: bool) -> None:
+    w, x = normal("w", (32, 128), 0.1).requires_grad_(), normal("x", (T, 32)).requires_grad_()
+    targets = random_batch(T, 120, STARTS)[1]
+
+    def head(x: Tensor, w: Tensor, weights: Tensor) -> Tensor:
+        columns = train_gpt.mtp_targets(targets, len(weights))
+        return train_gpt.head_loss(x, w, columns, weights, fp8)
+
+    def results(function: Callable, weights: Tensor) -> dict[str, Tensor]:
+        loss = function(x, w, weights)
+        x_grad, w_grad = torch.autograd.grad(loss, (x, w))
+        return {"loss": loss.detach(), "x": x_grad, "w": w_grad}
+
+    counter = CompileCounterWithBackend("aot_eager")
+    both = torch.compile(head, backend=counter, **ONE_GRAPH), head
+    for graphs, K in enumerate((3, 2, 1), 1):
+        for last in (0.5, 0.25, 0.0):
+            weights = torch.tensor([1.0, 0.5, 0.25][: K - 1] + [last])
+            assert_same(*(results(function, weights) for function in both))
+            assert counter.frame_count == graphs

@@ -1,5 +1,7 @@
-"""References without a file of their own: attention, symmetric matmuls, MLP, transposes."""
+"""What has no kernel of ours, against fp64: norm, rotation in 16 bits, the CPU's attention, gates."""
 
+import math
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -7,25 +9,87 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import naive_model
 import triton_kernels as tk
 from common import U16, U32, U64, close64, int32, normal
-from triton_kernels import Band, attend, band_bias
+from triton_kernels import (
+    RMS_EPS, Band, attend, band_bias, kernels_of, masked_attention, norm, norm_and_rotate_qk, rotate,
+)  # fmt: skip
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+UNITS = {BF16: U16, FP16: 2.0**-11, FP32: U32, FP64: U64}
+every_dtype = pytest.mark.parametrize("dtype", UNITS, ids=["bf16", "fp16", "fp32", "fp64"])
 
-# Attention within documents and a window
+# Norm and rotation
+
+TINY = {FP16: 2.0**-23}  # fp16 may lose what lies below its smallest number
 
 
-def banded(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int) -> Tensor:
-    bias = band_bias(starts, len(q), window, torch.promote_types(q.dtype, FP32))
-    return attend(q, k, v, Band(starts, window, len(q), bias), 0.3)
+def forward_and_gradient(function: Callable, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = function(leaf)
+    return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int) -> Tensor:
-    return naive_model.attention(q, k, v, naive_model.mask(starts, len(q), window), 0.3)
+def formula_of_norm(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + RMS_EPS).sqrt()
+
+
+@every_dtype
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e-3])
+def test_norm_and_its_gradient(dtype: torch.dtype, scale: float) -> None:
+    x, grad = normal("x", (7, 3, 24), scale).to(dtype), normal("grad", (7, 3, 24)).to(dtype)
+    unit = UNITS[dtype]
+    wide = min(unit, U32)  # it is computed in fp32 or better
+    y, dx = forward_and_gradient(norm, x, grad)
+    x, grad = x.double(), grad.double()
+    exact, exact_dx = forward_and_gradient(formula_of_norm, x, grad)
+    assert y.dtype == dx.dtype == dtype
+    # One over the root of a mean of 24 squares, and one product.
+    assert ((y.double() - exact).abs() <= (unit + 40 * wide) * exact.abs()).all()
+    # r·(dy − y·mean(dy·y)): the saved y is rounded to dtype, and enters twice; the result is rounded
+    # once, and nothing between.
+    r = 1 / (x.square().mean(-1, keepdim=True) + RMS_EPS).sqrt()
+    terms = grad * exact
+    mean, size = terms.mean(-1, keepdim=True).abs(), terms.abs().mean(-1, keepdim=True)
+    of_saved = r * exact.abs() * unit * (mean + (1 + unit) * size)
+    bound = (1 + unit) * of_saved + unit * exact_dx.abs() + TINY.get(dtype, 0.0)
+    bound += 60 * wide * r * (grad.abs() + exact.abs() * size)
+    assert ((dx.double() - exact_dx).abs() <= bound).all()
+
+
+def test_norm_of_zero_is_zero_with_a_finite_gradient() -> None:
+    y, dx = forward_and_gradient(norm, torch.zeros(2, 8), torch.ones(2, 8))
+    assert torch.equal(y, torch.zeros(2, 8))
+    assert torch.allclose(dx, torch.full((2, 8), 1 / math.sqrt(RMS_EPS)))
+
+
+def test_the_narrow_way_of_rotation_is_the_complex_one() -> None:
+    """On a CPU in fp32 pairs are complex numbers; in 16 bits, and on a GPU, they are not."""
+    random = torch.Generator().manual_seed(0)
+    x, grad = torch.randint(-8, 9, (2, 6, 4, 8), generator=random).float()
+    quarters = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [-1.0, 0.0]])
+    turns = quarters.expand(6, 1, 4, 2).contiguous()
+    wide = forward_and_gradient(lambda x: rotate(x, turns), x, grad)
+    turn = lambda x: rotate(x, turns.bfloat16())
+    narrow = forward_and_gradient(turn, x.bfloat16(), grad.bfloat16())
+    assert all(torch.equal(a, b.float()) for a, b in zip(wide, narrow))
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_table_that_is_too_short_is_named(paired: bool) -> None:
+    qkv, table = torch.zeros(9, 6, 8), torch.zeros(17 if paired else 8, 4, 2)
+    message = f"table has {len(table)} positions; 9 tokens need"
+    with kernels_of("cuda"), pytest.raises(ValueError, match=message):
+        norm_and_rotate_qk(qkv, table, paired, False)
+
+
+# Attention
+
+
+def band_of(starts: Tensor, window: int, length: int, dtype: torch.dtype = FP64) -> Band:
+    return Band(starts, window, length, band_bias(starts, length, window, dtype))
 
 
 def heads(length: int, count: int = 2, dim: int = 4, dtype: torch.dtype = FP64) -> list[Tensor]:
@@ -33,118 +97,64 @@ def heads(length: int, count: int = 2, dim: int = 4, dtype: torch.dtype = FP64) 
 
 
 def assert_equals_masked_softmax(length: int, window: int, starts: Tensor) -> None:
-    """A head at a time, and both at once."""
+    """Output and gradients, a head at a time, and both at once."""
     qkv = heads(length)
-    expected = naive(*qkv, starts, window)
+    band = band_of(starts, window, length)
+    expected = masked_attention(*qkv, band, 0.3)
     direction = normal("direction", tuple(expected.shape)).double()
-    gradients = lambda y: torch.autograd.grad((y * direction).sum(), qkv, retain_graph=True)
+    gradients = lambda y: torch.autograd.grad(y, qkv, direction)
+    exact = gradients(expected)
     for scores in (1, tk.CACHED_SCORES):
         with patch.object(tk, "CACHED_SCORES", scores):
-            out = banded(*qkv, starts, window)
+            out = attend(*qkv, band, 0.3)
             found = gradients(out)
         assert close64(out, expected)
-        assert all(close64(a, b) for a, b in zip(found, gradients(expected)))
+        assert all(close64(*pair) for pair in zip(found, exact))
+
+
+@pytest.mark.parametrize("starts", ["0", "0 0 0 40", "0 1 2 7 7 29 31", "0 25 40 40"])
+def test_masked_attention_is_the_naive_one(starts: str) -> None:
+    """Its mask is written by loops, query by query and key by key."""
+    starts = int32(*map(int, starts.split()), 40)
+    qkv = heads(40)
+    for window in (0, 1, 9, 100):
+        expected = naive_model.attention(*qkv, naive_model.mask(starts, 40, window), 0.3)
+        assert close64(masked_attention(*qkv, Band(starts, window, 40, None), 0.3), expected)
 
 
 @pytest.mark.parametrize("window", [0, 1, 31, 32, 33, 64, 65, 127, 128, 500])
 @pytest.mark.parametrize("length", [1, 63, 130])
-def test_banded_attention_equals_masked_softmax_for_any_window(length: int, window: int) -> None:
+def test_attention_by_blocks_takes_any_window(length: int, window: int) -> None:
     assert_equals_masked_softmax(length, window, int32(0, length // 3, length, length))
 
 
-@pytest.mark.parametrize(
-    "starts",
-    ["0", "0 1 2 3", "0 31 32 33", "0 64 128 149", "0 0 0 40", "0 7 7 7 90", "0 100 150 150 150"],
-)
-def test_banded_attention_equals_masked_softmax_for_any_documents(starts: str) -> None:
-    """Documents begin on, before and after block borders; empty ones and padding change nothing."""
-    for window in (20, 70):
-        assert_equals_masked_softmax(150, window, int32(*map(int, starts.split()), 150))
-
-
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(data=st.data(), length=st.integers(1, 140), window=st.integers(0, 200))
-def test_banded_attention_equals_masked_softmax(data, length: int, window: int) -> None:
-    starts = data.draw(st.lists(st.integers(0, length), max_size=6).map(sorted))
+def test_attention_by_blocks_takes_any_documents(data, length: int, window: int) -> None:
+    """Documents begin on, before and after block borders; empty ones and padding change nothing."""
+    borders = st.one_of(
+        st.sampled_from([n for n in (0, 31, 32, 33, 64, 128) if n <= length]),
+        st.integers(0, length),
+    )
+    starts = data.draw(st.lists(borders, max_size=6).map(sorted))
     assert_equals_masked_softmax(length, window, int32(0, *starts, length))
 
 
-@settings(max_examples=10)
-@given(starts=st.lists(st.integers(0, 60), max_size=5).map(sorted), window=st.integers(0, 130))
-def test_banded_attention_takes_doubled_positions(starts: list[int], window: int) -> None:
-    assert_equals_masked_softmax(120, window, 2 * int32(0, *starts, 60))
-
-
-def test_banded_attention_computes_bf16_in_fp32_and_rounds_once() -> None:
-    q, k, v = heads(130, dtype=BF16)
+def test_attention_by_blocks_computes_bf16_in_fp32_and_rounds_once() -> None:
+    qkv = heads(130, dtype=BF16)
     starts = int32(0, 50, 130)
-    out = banded(q, k, v, starts, 40)
-    exact = naive(q.double(), k.double(), v.double(), starts, 40)
+    out = attend(*qkv, band_of(starts, 40, 130, FP32), 0.3)
+    exact = masked_attention(*(x.double() for x in qkv), band_of(starts, 40, 130), 0.3)
     assert out.dtype == BF16
     # One rounding to bf16, and fp32 sums over 41 keys and 4 dims of numbers below max |v|.
-    bound = U16 * exact.abs() + 100 * U32 * v.abs().max()
+    bound = U16 * exact.abs() + 100 * U32 * qkv[2].abs().max()
     assert ((out.double() - exact).abs() <= bound).all()
 
 
-def touched(gradient: Tensor) -> list[int]:
-    return gradient.abs().sum((1, 2)).nonzero().flatten().tolist()
-
-
-def test_nothing_flows_between_documents() -> None:
-    qkv = heads(150)
-    borders = [0, 1, 40, 64, 100, 150]
-    out = banded(*qkv, int32(*borders, 150), 1000)
-    for first, last in zip(borders, borders[1:]):
-        for gradient in torch.autograd.grad(out[first:last].sum(), qkv, retain_graph=True):
-            found = touched(gradient)
-            assert set(found) <= set(range(first, last)) and (found or last - first == 1)
-
-
-@pytest.mark.parametrize("window", [0, 1, 5, 32, 63, 64, 65])
-def test_query_sees_exactly_window_positions_back(window: int) -> None:
-    q, k, v = heads(140)
-    out = banded(q, k, v, int32(0, 140), window)
-    for t in (0, 1, 31, 32, 64, 65, 130, 139):
-        (gradient,) = torch.autograd.grad(out[t].sum(), v, retain_graph=True)
-        assert touched(gradient) == list(range(max(0, t - window), t + 1))
-
-
-def test_banded_attention_passes_gradcheck() -> None:
-    starts = int32(0, 13, 36)
-    attention = lambda q, k, v: banded(q, k, v, starts, 9)
-    assert torch.autograd.gradcheck(attention, heads(36, 2, 2))
-
-
-# Matmuls, MLP, transposes
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=["bf16", "fp32", "fp64"])
-@pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (2, 3, 8, 8), (8, 12)], ids=str)
-def test_symmetric_matmuls_round_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    unit = {BF16: U16, FP32: U32, FP64: U64}[dtype]
-    accumulate = 25 * (U64 if dtype == FP64 else U32)
-    X = normal("X", shape).to(dtype)
-    A = tk.XXT(X)
-    x, a = X.double(), A.double()
-    size_of_A = 2.5 * a.abs() + 0.5 * a.abs() @ a.abs()
-    cases = [
-        (tk.XXT, (X,), x @ x.mT, x.abs() @ x.mT.abs()),
-        (tk.XTX, (X,), x.mT @ x, x.mT.abs() @ x.abs()),
-        (tk.ba_plus_cAA, (A, -2.5, 0.5), -2.5 * a + 0.5 * a @ a, size_of_A),
-    ]
-    for function, arguments, exact, size in cases:
-        out = torch.empty(exact.shape, dtype=dtype)
-        result = function(*arguments)
-        assert function(*arguments, out) is out
-        assert torch.equal(out, result) and result.dtype == dtype
-        bound = unit * exact.abs() + 2 * accumulate * size
-        assert ((result.double() - exact).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=["bf16", "fp32", "fp64"])
+@every_dtype
 def test_gates_round_once_with_and_without_a_matmul(dtype: torch.dtype) -> None:
     """A GPU's sums and the CPU's matmul, forward and backward."""
-    unit = {BF16: U16, FP32: U32, FP64: U64}[dtype]
+    unit = UNITS[dtype]
     add = 40 * (U64 if dtype == FP64 else U32)
     x, W, grad = (normal(*z).to(dtype) for z in (("x", (40, 30)), ("W", (5, 12)), ("g", (40, 5))))
     wide, w, g = x[:, :12].double(), W.double(), grad.double()
@@ -159,31 +169,3 @@ def test_gates_round_once_with_and_without_a_matmul(dtype: torch.dtype) -> None:
         for a, b, terms in zip(found, exact, size):
             assert a.dtype == dtype
             assert ((a.double() - b).abs() <= unit * b.abs() + 2 * add * terms).all()
-
-
-def test_gates_on_a_gpu_have_no_matmul() -> None:
-    def gradients(x: Tensor, W: Tensor) -> tuple[Tensor, ...]:
-        with tk.kernels_of("cuda"):
-            logits = tk.gate_logits(x, W)
-        return torch.autograd.grad(logits.square().sum(), (x, W))
-
-    args = normal("x", (8, 20)).requires_grad_(), normal("W", (3, 12)).requires_grad_()
-    nodes = [str(node.target) for node in make_fx(gradients)(*args).graph.nodes]
-    assert "aten.sum.dim_IntList" in nodes and not any("mm" in node for node in nodes)
-
-
-def test_mlp_passes_gradcheck() -> None:
-    shapes = {"x": (5, 4), "fc": (9, 4), "proj": (9, 4)}
-    x, W_fc, W_proj = (normal(*item).double().requires_grad_() for item in shapes.items())
-    assert torch.autograd.gradcheck(tk.relu_squared_mlp, (x, W_fc, W_proj))
-    exact = torch.relu(x @ W_fc.T) ** 2 @ W_proj
-    assert close64(tk.relu_squared_mlp(x, W_fc, W_proj), exact)
-
-
-def test_transposes_in_place() -> None:
-    source, target = normal("source", (6, 9)), normal("target", (9, 6))
-    before = target.clone()
-    tk.transpose_add(source, target)
-    assert torch.equal(target, before + source.T)
-    tk.transpose_copy(source, target)
-    assert torch.equal(target, source.T)
