@@ -10,7 +10,6 @@ from torch import Tensor
 import naive_model
 import train_gpt
 from common import TOLERANCE64, U16, U32, bits, int32, normal, random_batch, tiny_gpt
-from runtime.ranks import Ranks
 from train_gpt import (
     GPT, LAMBDAS, LAYERS, PARAM_TABLE, ForwardSchedule, Layer, Yarn, hash_bigrams, sign_rows,
 )  # fmt: skip
@@ -173,13 +172,6 @@ def test_extension_follows_yarn() -> None:
         assert torch.equal(yarn.table[..., 1], -angle.sin())
     assert freq[0] == 1  # fast ones stay, slow ones stretch in full
     assert freq[7] == pytest.approx((3 / 13) / 1024)
-
-
-def test_attention_scale_is_a_setting() -> None:
-    sizes = dict(vocab_size=128, num_heads=2, head_dim=8, model_dim=16, bigram_rows=128)
-    sizes |= dict(batch_unit=64, val_batch_tokens=1024, compile=False)
-    h = train_gpt.Hyperparameters(**sizes, attention_scale=0.4)
-    assert train_gpt.build(h, Ranks(0, 1, torch.device("cpu"))).model.yarn.scale == 0.4
 
 
 # -----------------------------------------------------------------------------
