@@ -1,10 +1,7 @@
 """The model is the naive one, with its gradients, in any dtype."""
 
 import math
-import resource
 from collections import Counter
-from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +9,11 @@ from torch import Tensor
 
 import naive_model
 import train_gpt
-from common import TOLERANCE64, U16, U32, bits, close64, int32, normal, random_batch, tiny_gpt
-from runtime.ranks import Ranks
+from common import TOLERANCE64, U16, U32, bits, int32, normal, random_batch, tiny_gpt
 from train_gpt import (
     GPT, LAMBDAS, LAYERS, PARAM_TABLE, ForwardSchedule, Layer, Yarn, hash_bigrams, sign_rows,
 )  # fmt: skip
-from triton_kernels import Band, band_bias, norm_and_rotate_qk, offset_keys
+from triton_kernels import Band, band_bias
 
 F64 = torch.float64
 
@@ -66,37 +62,6 @@ def test_attention_is_the_naive_one(kind: str) -> None:
     assert (out - expected).abs().max() <= 20 * U32 * expected.abs().max()
 
 
-def test_xsa_leaves_nothing_along_the_own_value_at_1_and_everything_at_0() -> None:
-    """Without W_o, and with gates of ½ undone."""
-    T, H, D = 40, 2, 8
-    x = normal("x", (T, H * D)).double()
-    W = normal("W_qkv", (3 * H * D, H * D)).double()
-    value = normal("value", (T, H, D)).double()
-    starts = int32(0, 11, T)
-    yarn = Yarn(D, T, F64, 0.3)
-    band = Band(starts, 20, T, band_bias(starts, T, 20, F64))
-
-    def output(xsa: float) -> Tensor:
-        gates = (torch.zeros(H, 12, dtype=F64), 2 * torch.ones((), dtype=F64))
-        weights = (x, W, torch.eye(H * D, dtype=F64), *gates, torch.full((H,), xsa, dtype=F64))
-        return train_gpt.attention(*weights, value, Layer(0), yarn, band).view(T, H, D)
-
-    q, k, v = norm_and_rotate_qk((x @ W.T).view(T, 3 * H, D), yarn.table, False, False)
-    v = v + value
-    seen = naive_model.mask(starts, T, 20)
-    assert close64(output(0.0), naive_model.attention(q, k, v, seen, 0.3))
-    assert close64((output(1.0) * v).sum(-1), torch.zeros(T, H, dtype=F64))
-
-
-def test_key_offset_reads_unshifted_keys() -> None:
-    """An overlapping in-place copy would spread the first key over all positions."""
-    k = torch.arange(6.0).view(6, 1, 1).expand(6, 2, 8).clone()
-    shifted = offset_keys(k)
-    for dims, back in ((slice(0, 4), 0), (slice(4, 8), 1)):
-        expected = torch.tensor([max(0, t - back) for t in range(6)])
-        assert (shifted[:, :, dims] == expected.view(6, 1, 1)).all()
-
-
 # -----------------------------------------------------------------------------
 # Bigrams
 
@@ -136,16 +101,6 @@ def test_sign_rows_tell_bigrams_apart_that_share_a_row() -> None:
     assert sign_rows(first)[1] != sign_rows(second)[1]
 
 
-def test_signs_of_1_give_the_rows_themselves() -> None:
-    model = tiny_gpt(F64)
-    inputs = batch()[0]
-    rows = model.bigram_embed[hash_bigrams(inputs, len(model.bigram_embed)).long()]
-    signed = model.signed_bigrams(rows, inputs)
-    assert torch.equal(signed.abs(), rows.abs()) and not torch.equal(signed, rows)
-    model.bigram_signs.fill_(1)
-    assert torch.equal(model.signed_bigrams(rows, inputs), rows)
-
-
 def test_gradients_reach_the_rows_that_were_looked_up_and_no_others() -> None:
     """Of bigrams: across the starts of documents too. Of value embeddings: in all layers' parts."""
     model = tiny_gpt(F64)
@@ -166,23 +121,6 @@ def test_gradients_reach_the_rows_that_were_looked_up_and_no_others() -> None:
     assert len(parts) == 5 and all(part.any(1).all() for part in parts)
 
 
-def test_each_layer_with_attention_adds_bigrams_by_its_own_factor() -> None:
-    """The last one by MUDD's, which is zero here."""
-    model = tiny_gpt(F64)
-    model.mudd.data.zero_()
-    inputs, _, cu_seqlens, schedule = batch()
-    lambdas = model.layer_lambdas.data[:, list(LAMBDAS).index("bigram")].zero_()
-    hidden = model.hidden_states(inputs, cu_seqlens, schedule)
-    table = model.bigram_embed.data.clone()
-    model.bigram_embed.data.zero_()
-    assert torch.equal(model.hidden_states(inputs, cu_seqlens, schedule), hidden)
-    model.bigram_embed.data.copy_(table)
-    for i in range(len(LAYERS)):
-        lambdas.zero_()[i] = 0.5
-        same = torch.equal(model.hidden_states(inputs, cu_seqlens, schedule), hidden)
-        assert same == (not LAYERS[i].window or LAYERS[i].mudd), i
-
-
 # -----------------------------------------------------------------------------
 # Rotary positions and YaRN
 
@@ -197,7 +135,7 @@ def angles(head_dim: int, positions: int) -> Tensor:
     return torch.arange(positions, dtype=F64)[:, None] * freq
 
 
-@pytest.mark.parametrize("head_dim", [4, 8, 16, 128])
+@pytest.mark.parametrize("head_dim", [4, 128])
 def test_table_holds_cosine_and_minus_sine(head_dim: int) -> None:
     yarn = Yarn(head_dim, POSITIONS, torch.float32)
     assert yarn.scale == 0.1
@@ -212,22 +150,6 @@ def test_table_is_rounded_once_from_fp32() -> None:
     wide = Yarn(16, POSITIONS, torch.float32)
     assert torch.equal(narrow.table, wide.table.bfloat16())
     assert torch.equal(narrow.float().table, wide.table)  # not widened from bf16
-
-
-def test_rotation_turns_neighbouring_dims_clockwise() -> None:
-    """The first half of the head; the second half stays."""
-    heads = normal("x", (POSITIONS, 4, 16)).double()
-    x = naive_model.norm(heads)
-    yarn = Yarn(16, POSITIONS, F64)
-    y, k, _ = norm_and_rotate_qk(torch.cat((heads, heads, heads), 1), yarn.table, False, False)
-    assert torch.equal(y, k)
-    angle = angles(16, POSITIONS)[:, None]
-    c = angle.cos()
-    s = angle.sin()
-    tolerance = ANGLE * x.abs().max()
-    assert (y[..., 0::2] - (c * x[..., 0::2] + s * x[..., 1::2])).abs().max() <= tolerance
-    assert (y[..., 1::2] - (c * x[..., 1::2] - s * x[..., 0::2])).abs().max() <= tolerance
-    assert close64(y[..., 8:], x[..., 8:])
 
 
 def test_extension_follows_yarn() -> None:
@@ -250,13 +172,6 @@ def test_extension_follows_yarn() -> None:
         assert torch.equal(yarn.table[..., 1], -angle.sin())
     assert freq[0] == 1  # fast ones stay, slow ones stretch in full
     assert freq[7] == pytest.approx((3 / 13) / 1024)
-
-
-def test_attention_scale_is_a_setting() -> None:
-    sizes = dict(vocab_size=128, num_heads=2, head_dim=8, model_dim=16, bigram_rows=128)
-    sizes |= dict(batch_unit=64, val_batch_tokens=1024, compile=False)
-    h = train_gpt.Hyperparameters(**sizes, attention_scale=0.4)
-    assert train_gpt.build(h, Ranks(0, 1, torch.device("cpu"))).model.yarn.scale == 0.4
 
 
 # -----------------------------------------------------------------------------
@@ -319,51 +234,8 @@ def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
     assert fixed == [[6, 7, 8, 9, 12, 13], [1, *range(5, 14)]]
 
 
-def test_mudd_starts_as_the_model_without_it_but_for_a_value_gate(monkeypatch) -> None:
-    """Of 2 instead of 1, the start of a gate of zeros: as if the value embedding were doubled."""
-    model = tiny_gpt(F64)
-    model.mudd.data.copy_(GPT(128, 11, 2, 8, 16, 64).mudd)
-    layers = (*LAYERS[:10], replace(LAYERS[10], mudd=False, value_gate=True))
-    monkeypatch.setattr(train_gpt, "LAYERS", layers)
-    monkeypatch.setattr(train_gpt, "VALUE_GATES", 5)
-    plain = tiny_gpt(F64)
-    plain.mudd.data.copy_(model.mudd)
-    plain.ve_gate_bank.data[:4] = model.ve_gate_bank
-    plain.ve_gate_bank.data[4] = 0
-    plain.value_embeds.data[:, -16:] *= 2
-    plain.layer_lambdas.data[10, :6] = torch.tensor(list(LAMBDAS.values()), dtype=F64)
-    inputs, _, cu_seqlens, schedule = batch()
-    expected = plain.hidden_states(inputs, cu_seqlens, schedule)
-    monkeypatch.setattr(train_gpt, "LAYERS", LAYERS)
-    found = model.hidden_states(inputs, cu_seqlens, schedule)
-    assert (found - expected).abs().max() <= 100 * TOLERANCE64
-
-
-def test_late_mlps_do_not_reach_what_attention_puts_out(monkeypatch) -> None:
-    """Layers 9 and 10 attend over the input of layer 8's attention, bit for bit. Without what MUDD
-    adds to layer 10's values."""
-    model = tiny_gpt(F64)
-    model.mudd.data.zero_()
-    inputs, _, cu_seqlens, schedule = batch()
-    attention = train_gpt.attention
-    outputs = []
-
-    def recorded(*args):
-        outputs.append(attention(*args))
-        return outputs[-1]
-
-    monkeypatch.setattr(train_gpt, "attention", recorded)
-    hidden = [model.hidden_states(inputs, cu_seqlens, schedule)]
-    for changed in ([8, 9], [7]):
-        model.mlp.data[changed] *= 2
-        hidden.append(model.hidden_states(inputs, cu_seqlens, schedule))
-    start, late, seventh = (torch.stack(outputs[i : i + 10]) for i in (0, 10, 20))
-    assert torch.equal(late, start) and not torch.equal(hidden[1], hidden[0])
-    assert [torch.equal(a, b) for a, b in zip(seventh, late)] == [True] * 7 + [False] * 3
-
-
 @pytest.mark.parametrize("tokens", [3, T])
-@pytest.mark.parametrize("mtp", [[1.0], [1.0, 0.25], [1.0, 0.5, 0.125]], ids=len)
+@pytest.mark.parametrize("mtp", [[1.0], [1.0, 0.5, 0.125]], ids=len)
 def test_training_loss_is_the_sum_over_tokens_and_targets_that_exist(
     mtp: list[float], tokens: int
 ) -> None:
@@ -387,20 +259,6 @@ def test_evaluation_loss_is_the_mean_of_the_next_token() -> None:
     expected = torch.nn.functional.cross_entropy(naive_model.softcap(logits), targets).item()
     loss = model(inputs, targets, cu_seqlens, schedule).item()
     assert loss == pytest.approx(expected, rel=TOLERANCE64)
-
-
-def test_fp8_mlps_are_those_of_all_layers_in_training() -> None:
-    model = tiny_gpt(fp8_mlp=True)
-    mlp = train_gpt.relu_squared_mlp_fp8
-    with patch.object(train_gpt, "relu_squared_mlp_fp8", wraps=mlp) as called:
-        model(*batch())
-    assert called.call_count == len(LAYERS)
-
-
-def test_losses_are_fp32_or_better_in_every_dtype() -> None:
-    for dtype, expected in ((torch.bfloat16, torch.float32), (F64, F64)):
-        model = tiny_gpt(dtype)
-        assert model(*batch()).dtype == expected and model.eval()(*batch()).dtype == expected
 
 
 # Roundings that a number meets along the residual stream: some ten a layer (mix, norm, matmuls,
@@ -464,7 +322,6 @@ def test_every_parameter_has_a_gradient() -> None:
     "change, message",
     [
         (dict(num_layers=len(LAYERS) + 1), f"num_layers={len(LAYERS) + 1}"),
-        (dict(num_heads=3, model_dim=48), "num_heads=3"),
         (dict(head_dim=18, model_dim=36), "head_dim=18"),
         (dict(model_dim=48), "model_dim=48"),
         (dict(head_dim=4, model_dim=8), "model_dim=8"),
@@ -475,11 +332,6 @@ def test_impossible_sizes_are_refused(change: dict, message: str) -> None:
     sizes = dict(vocab_size=128, num_layers=len(LAYERS), num_heads=2, head_dim=16, model_dim=32)
     with pytest.raises(ValueError, match=message):
         GPT(**{**sizes, "max_tokens": 64, **change})
-
-
-def test_every_parameter_knows_its_row_of_the_table() -> None:
-    labels = {label: param.label for label, param in tiny_gpt().named_parameters()}
-    assert labels == {label: label for label in PARAM_TABLE}
 
 
 def test_vocabulary_is_padded_to_a_multiple_of_128() -> None:
@@ -539,7 +391,6 @@ def record_steps(rank: int, world_size: int) -> dict:
         losses=losses,
         moved=moved,
         finite=all(p.abs().amax().isfinite().item() for p in model.parameters()),
-        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     )
 
 
@@ -552,4 +403,3 @@ def test_record_model_takes_its_first_steps_on_a_cpu(run_ranks) -> None:
     # Bigrams and gates start at zero: a gate of zeros has no gradient yet.
     tables = {"lm_head", "embed", "value_embeds", "bigram_embed", "layer_lambdas", "mudd"}
     assert {"attn", "mlp", "scalars", *tables} <= run["moved"][1]
-    assert run["peak_gib"] < 8

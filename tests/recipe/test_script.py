@@ -1,31 +1,24 @@
-"""SCRIPT=ideas/idea.py ./test.sh tests/recipe: the script that is tested is the idea, in every
-process."""
+"""SCRIPT=ideas/idea.py ./test.sh: an idea is what is tested, in every process."""
 
 import os
 import sys
 from pathlib import Path
 
-import bench.gpu
-import train_gpt
-from common import ROOT, SCRIPT, run_fresh
+from common import SCRIPT, run_fresh, train_gpt
+
+PRINT_MARKERS = """
+import common, pathlib, test_script
+print(test_script.marker(), *common.run_ranks(pathlib.Path.cwd(), 2, test_script.marker))
+"""
 
 
-def seen(rank: int = 0, world_size: int = 1) -> tuple[str, str, bool]:
-    """The script's file and marker, and whether the project's other modules have the same script."""
-    mark = getattr(train_gpt, "MARKER", "")
-    return train_gpt.__file__, mark, bench.gpu.train_gpt is train_gpt
+def marker(rank: int = 0, world_size: int = 1) -> str:
+    return train_gpt.MARKER
 
 
-def test_every_process_tests_the_same_script(run_ranks) -> None:
-    expected = (str(SCRIPT), os.environ.get("MARKER", ""), True)
-    assert [seen(), *run_ranks(2, seen)] == [expected] * 3
-
-
-def test_script_may_be_an_idea(tmp_path: Path) -> None:
-    idea = tmp_path / "idea.py"
-    idea.write_text(SCRIPT.read_text() + "\nMARKER = 'an idea'\n")
-    test = f"{__file__}::{test_every_process_tests_the_same_script.__name__}"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", test]
-    environment = {**os.environ, "SCRIPT": str(idea), "MARKER": "an idea"}
-    done = run_fresh(command, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_every_process_tests_the_script_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "idea.py").write_text(SCRIPT.read_text() + "\nMARKER = 'idea'\n")
+    environment = {"SCRIPT": str(tmp_path / "idea.py"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PRINT_MARKERS]
+    run = run_fresh(command, cwd=tmp_path, env=os.environ | environment)
+    assert run.stdout.split() == ["idea"] * 3, run.stderr
