@@ -8,12 +8,12 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common import wait_until
 from data import loader
-from data.loader import FetchedAhead, check_data, distributed_data_generator, synthetic_batch
+from data.loader import check_data, distributed_data_generator, synthetic_batch
 from data.shards import DataError, save_manifest, write_shard
 
 BOS = 0
@@ -90,6 +90,7 @@ def take(batches, count):
     cuts=st.lists(st.integers(1, 50), min_size=1, max_size=3),
     micro_batches=st.sampled_from([1, 2, 4]),
 )
+@example([[5, 4], [9]], 8, 0, [50], 1)  # each shard to its last token
 def test_batches_are_what_the_rule_says(
     tmp_path_factory, shard_lengths, n, growth, cuts, micro_batches
 ):
@@ -203,20 +204,6 @@ def test_the_loading_threads_end_with_their_generator(tmp_path):
             batches.close()
         del batches
         wait_until(lambda: not any(thread.is_alive() for thread in threads))
-
-
-def test_a_shard_that_is_gone_is_reported_a_step_before_it_is_needed(tmp_path):
-    """What comes before is served, so that the run can be saved."""
-    for index in range(2):
-        write(tmp_path, documents([50] * 100, seed=index), index=index)
-    write(tmp_path, documents([50] * 100, seed=7), split="val")
-    check(tmp_path, steps=20, batch_tokens=lambda step: 8 * 49, max_doc_len=50)
-    (tmp_path / "x_train_000001.bin").unlink()
-    faults = []
-    opened = lambda: generator(tmp_path, 8 * 49, 50, micro_batches=8)
-    known = [bool(faults) for _ in FetchedAhead(opened, 8, 20, faults)]
-    assert known == [False] * 8 * 11 + [True] * 8  # the first shard has twelve steps
-    assert len(faults) == 1 and "No such file" in faults[0] and "x_train_000001.bin" in faults[0]
 
 
 def test_a_shard_that_comes_after_the_check_is_not_read(folder):
