@@ -10,7 +10,8 @@ if [[ ${SCRIPT-} ]]; then
     [[ -f $SCRIPT ]] || { echo "test.sh: error: no such script: SCRIPT=$SCRIPT" >&2; exit 2; }
     [[ $* == *tests/* ]] || set -- "$@" tests/recipe
 fi
-cores=$(getconf _NPROCESSORS_ONLN)
+cores=$(python3 -c 'import os; print(len(os.sched_getaffinity(0)))' 2>/dev/null) || # taskset's
+    cores=$(getconf _NPROCESSORS_ONLN)
 workers=$((cores < 16 ? cores + 1 : 16)) # one more than cores, as some tests wait for processes
 [[ ! -e /dev/nvidia0 ]] || workers=0     # they would share a GPU
 exec ./run.sh -m pytest --numprocesses="$workers" --dist=loadfile -m "not slow" "$@"

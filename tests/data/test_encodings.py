@@ -17,10 +17,7 @@ from data.shards import DataError, write_shard
 
 @given(st.text(max_size=200) | st.just("a<|endoftext|>b"))
 def test_bytes_are_their_own_tokens_and_give_the_text_back(text: str) -> None:
-    encoding = load_encoding("bytes")
-    assert (
-        encoding.document(text).tolist() == [256, *encode(text, "bytes")] == [256, *text.encode()]
-    )
+    assert load_encoding("bytes").document(text).tolist() == [256, *text.encode()]
     assert decode([256, *encode(text, "bytes")], "bytes") == text
 
 
@@ -32,7 +29,7 @@ def test_a_tiktoken_encoding_is_used_by_its_name(offer_encoding) -> None:
     assert encode(text, "toy") == list(text.encode())
 
 
-@pytest.mark.parametrize("blanks", [" ", "\n", "\t", "\r\n", " \n\t", "\N{EM SPACE}"])
+@pytest.mark.parametrize("blanks", [" ", "\r\n"])
 def test_a_million_blanks_do_not_overflow(offer_encoding, blanks: str) -> None:
     """The regular expression of tiktoken 0.14 panics, so that no Exception is raised."""
     offer_encoding("toy", end_of_text=303)
@@ -40,10 +37,9 @@ def test_a_million_blanks_do_not_overflow(offer_encoding, blanks: str) -> None:
     assert decode(encode(text, "toy"), "toy") == text
 
 
-@pytest.mark.parametrize("blanks", [MAX_BLANKS, MAX_BLANKS - 1, 7])
-def test_fewer_blanks_are_encoded_in_one_piece(offer_encoding, blanks: int) -> None:
+def test_fewer_blanks_are_encoded_in_one_piece(offer_encoding) -> None:
     encoding = offer_encoding("toy", end_of_text=303)
-    text = "ab ab" + " " * blanks + "ab" + "\n" * blanks + "ab" * 60_000 + " " * blanks
+    text = "ab ab" + " " * MAX_BLANKS + "ab" + "\n" * 7 + "ab" * 60_000
     assert encode(text, "toy") == encoding.encode_ordinary(text)
 
 
@@ -67,15 +63,11 @@ def no_network(_: str) -> None:
     raise OSError("network\nunreachable")
 
 
-@pytest.mark.parametrize("missing", ["network", "tiktoken"])
-def test_an_encoding_that_cannot_be_loaded(monkeypatch, missing: str) -> None:
+def test_an_encoding_that_cannot_be_loaded(monkeypatch) -> None:
     """An error to encode; the ids to decode, as a run is over by then."""
-    if missing == "network":
-        monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    else:
-        monkeypatch.setitem(sys.modules, "tiktoken", None)
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     load_encoding.cache_clear()
-    with pytest.raises(DataError, match=f"cannot load .*'gpt2': .*{missing}.*--encoding=bytes"):
+    with pytest.raises(DataError, match="cannot load .*'gpt2': network unreach.*--encoding=bytes"):
         encode("a", "gpt2")
     assert decode([1, 2], "gpt2").startswith("[1, 2] (no text: DataError: ")
 
@@ -99,20 +91,6 @@ def test_prefixes_of_a_vocabulary_written_by_hand(offer_encoding) -> None:
     with pytest.raises(DataError, match="encoding 'toy' has token 11, but --vocab_size=11"):
         prefix_table("toy", 11)
     assert prefix_table("bytes", 260).tolist() == [-1] * 260
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_prefixes_are_those_of_a_search(offer_encoding, seed: int) -> None:
-    """From the longest prefix down, in some hundred tokens of up to six of three bytes."""
-    random = np.random.default_rng(seed)
-    words = {bytes(random.choice([0, 97, 255], random.integers(1, 7)).tolist()) for _ in range(999)}
-    ids = dict(zip(sorted(words)[::2], random.permutation(len(words)).tolist()))
-    offer_encoding("toy", len(words), ids)
-    expected = [-1] * (len(words) + 1)
-    for word, token in ids.items():
-        shorter = [word[:n] for n in range(len(word) - 1, 0, -1) if word[:n] in ids]
-        expected[token] = ids[shorter[0]] if shorter else -1
-    assert prefix_table("toy", len(words) + 1).tolist() == expected
 
 
 def test_gpt2_prefixes_are_those_of_the_record(monkeypatch) -> None:
@@ -144,22 +122,9 @@ def test_prefixes_beside_the_shards_need_no_tiktoken(offer_encoding, monkeypatch
         load_prefixes(tmp_path / "none", "toy", 320)
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-2])
-
-
-FAULTS = {
-    "truncated": (truncate, "truncated or damaged"),
-    "range": (lambda path: write_shard(path, [0, 320]), "has token 320, but --vocab_size=320"),
-    "length": (lambda path: write_shard(path, [0] * 321), "has 321 tokens, but --vocab_size=320"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_damaged_prefixes_are_refused(offer_encoding, tmp_path: Path, fault: str) -> None:
+def test_prefixes_of_another_vocabulary_are_refused(offer_encoding, tmp_path: Path) -> None:
     offer_encoding("toy", end_of_text=303)
-    save_prefixes(tmp_path, "toy")
-    damage, message = FAULTS[fault]
-    damage(tmp_path / "prefixes_toy.bin")
-    with pytest.raises(DataError, match=f"prefixes_toy.bin: {message}"):
-        load_prefixes(tmp_path, "toy", 320)
+    for tokens, message in (([0, 320], "has token 320, but"), ([0] * 321, "has 321 tokens, but")):
+        write_shard(tmp_path / "prefixes_toy.bin", tokens)
+        with pytest.raises(DataError, match=f"prefixes_toy.bin: {message} --vocab_size=320"):
+            load_prefixes(tmp_path, "toy", 320)

@@ -5,25 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from common import options, train_gpt
 from data.shards import read_shard, write_shard
 from runtime.ranks import RunError
 from runtime.sources import RULE
-
-
-def train_idea(arguments: list[str]) -> None:
-    """A run of an idea that draws random numbers in each step: a resume must draw the same."""
-    forward_backward = train_gpt.forward_backward
-
-    def noisy(step, manager, *others):
-        manager.model.scalars.data.add_(torch.rand(1), alpha=1e-3)
-        return forward_backward(step, manager, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "forward_backward", noisy)
-        train_gpt.main(arguments)
+from steps import train_idea
 
 
 @pytest.fixture

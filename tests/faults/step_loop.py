@@ -1,8 +1,9 @@
 """A training script without a model: steps of 50 ms, with what train_gpt.py uses of runtime/ranks.py.
 
-STEPS: how many. FAULT: Python that each step executes, with `step`, `ranks` and `signals`.
+FAULT: Python that each step executes, with `step`, `ranks` and `signals`. It ends by that or a signal.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ def main() -> None:
     with Signals() as signals:
         ranks = join_ranks()
         signals.in_training = True
-        for step in range(int(os.environ.get("STEPS", 200))):
+        for step in itertools.count():
             if ranks.first:
                 print(f"step:{step}", flush=True)
             exec(os.environ.get("FAULT", ""))

@@ -13,9 +13,11 @@ import torch
 
 from common import tiny_settings, train_gpt, unequal
 from runtime import run
-from runtime.checkpoints import load_whole_state, read_checkpoint, whole_state, write_checkpoint
+from runtime.checkpoints import LATEST, find_checkpoint, load_whole_state, read_checkpoint
+from runtime.checkpoints import whole_state, write_checkpoint
 from runtime.ranks import Ranks, RunError, Signals
 from runtime.run import machine_name
+from steps import after_step, in_child, kill
 
 # -----------------------------------------------------------------------------
 # Resume
@@ -37,26 +39,16 @@ def test_a_resumed_run_ends_on_the_same_bits(train, checkpoint, finished, lines_
     assert unequal(state_in(finished), state_in(log.parent)) == []
     text = log.read_text()
     assert "\nresumed at step 3 from step_000003.pt, with the same source\n" in text
-    assert re.search(r"step:8/8 val_loss:\S+ train_time:100\d{4}ms", text)
+    assert re.search(r"step:8/8 val_loss:\S+ train_time:1\d{6}ms", text)
 
 
-def test_one_command_begins_and_resumes_a_run(train, finished, tmp_path, monkeypatch, capsys):
-    """Killed before its first checkpoint, then in a step, then let be: it ends on the same bits."""
+def test_one_command_begins_and_resumes_a_run(train, finished, tmp_path):
+    """Killed before its first checkpoint, then after a step, then let be: it ends on the same bits."""
     given = dict(resume="auto", save_minutes=1e-9)
-    for step, begins in ((0, True), (5, True), (9, False)):
-        child = os.fork()
-        if not child:
-            forward_backward = train_gpt.forward_backward
-
-            def kill(at, *args):
-                if at == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return forward_backward(at, *args)
-
-            monkeypatch.setattr(train_gpt, "forward_backward", kill)
-            train(**given)
-            os._exit(0)
-        os.waitpid(child, 0)
+    for step, begins in ((1, True), (6, True), (9, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            after_step(patch, step, kill)
+            assert in_child(train, **given) == (0 if step == 9 else -signal.SIGKILL)
         text = (tmp_path / "logs/run.txt").read_text()
         assert ("\nresumed at step" not in text) == begins
     assert "\nresumed at step 5 from step_000005.pt, with the same source\n" in text
@@ -64,21 +56,25 @@ def test_one_command_begins_and_resumes_a_run(train, finished, tmp_path, monkeyp
     assert unequal(state_in(finished), state_in(tmp_path / "logs")) == []
 
 
-def test_a_resume_needs_none_of_the_options_and_names_another_machine(
+def test_latest_skips_damaged_checkpoints_needs_no_option_and_names_another_machine(
     checkpoint, finished, train_command, capsys
 ):
     """The settings are the checkpoint's. One that is given and contradicts it is refused."""
-    command = ["--resume=auto", "--run_id=run", f"--log_dir={checkpoint.parents[1]}"]
-    for step in (6, 8):
-        checkpoint.with_name(f"step_{step:06d}.pt").unlink()
+    command = ["--resume=latest", "--run_id=run", f"--log_dir={checkpoint.parents[1]}"]
+    for step in (8, 6):
+        path = checkpoint.with_name(f"step_00000{step}.pt")
+        path.write_bytes(path.read_bytes()[:-100])
     of_another = {"machine": "NVIDIA H100, host 1"}
     write_checkpoint(checkpoint, read_checkpoint(checkpoint) | of_another, 9)
     with pytest.raises(RunError, match="--adam_lr_scale was 1.5, is 0.5"):
         train_command([*command, "--adam_lr_scale=0.5"])
+    capsys.readouterr()
     train_command(command)
     assert unequal(state_in(finished), state_in(checkpoint.parents[1])) == []
+    printed = capsys.readouterr().out
+    assert re.findall(r"skipped .*/step_00000(\d).pt: damaged", printed) == ["8", "6"]
     machine = rf"{re.escape(machine_name(torch.device('cpu')))}, before it NVIDIA H100, host 1\n"
-    for text in (capsys.readouterr().out, (checkpoint.parents[1] / "run.txt").read_text()):
+    for text in (printed, (checkpoint.parents[1] / "run.txt").read_text()):
         assert re.search(rf"resumed at step 3 from .*, on another machine: {machine}", text)
 
 
@@ -97,15 +93,6 @@ def test_all_ranks_save_by_the_clock_of_the_first(run_ranks, shards, tmp_path):
     assert kept == [f"step_00000{step}.pt" for step in range(1, 9)]
 
 
-def test_a_script_with_windows_line_ends_is_resumed(train, monkeypatch, capsys):
-    sources = train_gpt.SOURCES
-    text = sources.texts[sources.script].replace(b"\n", b"\r\n")
-    monkeypatch.setitem(sources.texts, sources.script, text)
-    train(save_every=4)
-    train(resume="latest")
-    assert "resumed at step 8" in capsys.readouterr().out
-
-
 def train_and_resume(rank, world_size, shards, first, again):
     """In a process of run_ranks, which has a process group."""
     ranks = Ranks(rank, world_size, torch.device("cpu"))
@@ -116,14 +103,15 @@ def train_and_resume(rank, world_size, shards, first, again):
 
 
 def test_a_run_of_two_ranks_is_resumed_by_two_and_by_one(run_ranks, shards, tmp_path, train):
+    """By two on the same bits, by one with sums in another order: step 3 is compared alone."""
     first = tmp_path / "first"
     again = tmp_path / "again"
     run_ranks(2, train_and_resume, shards, first, again)
     assert unequal(state_in(first / "logs"), state_in(again / "logs")) == []
     train(resume=first / "logs/run/step_000003.pt")
     logs = [(folder / "logs/run.txt").read_text() for folder in (first, tmp_path)]
-    of_two, of_one = (float(log.rpartition("val_loss:")[2].split()[0]) for log in logs)
-    assert of_one == pytest.approx(of_two, abs=0.002)  # sums in another order
+    of_two, of_one = (float(re.search(r"step:4/8 val_loss:(\S+)", log)[1]) for log in logs)
+    assert of_one == pytest.approx(of_two, abs=0.002)
 
 
 def add_gradients(model) -> None:
@@ -160,16 +148,6 @@ def test_any_number_of_ranks_loads_the_same_state(run_ranks, shards, tmp_path, w
             assert unequal(of_one[part], state[part]) == []
 
 
-def test_latest_skips_a_damaged_checkpoint_and_says_so(train, checkpoint, capsys):
-    for step in (8, 6):
-        path = checkpoint.with_name(f"step_00000{step}.pt")
-        path.write_bytes(path.read_bytes()[:-100])
-    train(resume="latest", save_every=3)
-    printed = capsys.readouterr().out
-    assert re.findall(r"skipped .*/step_00000(\d).pt: damaged", printed) == ["8", "6"]
-    assert f"resumed at step 3 from {checkpoint}" in printed
-
-
 # -----------------------------------------------------------------------------
 # Files
 
@@ -178,29 +156,22 @@ LAST_GOOD = {"fsync": 3, "replace": 3, "unlink": 6}  # by the call in which the 
 
 
 @pytest.mark.parametrize("call", LAST_GOOD)
-def test_kill_9_in_a_save_leaves_the_last_good_checkpoint(
-    train, shards, tmp_path, finished, capsys, call
-):
+def test_kill_9_in_a_save_leaves_the_last_good_checkpoint(train, tmp_path, finished, call):
     """Before the file of step 6 is on disk, before it has its name, before older ones are deleted."""
     folder = tmp_path / "logs/run"
     function = getattr(os, call)
 
-    def kill(*args, **how):
+    def kill_in_step_6(*args, **how):
         if list(folder.glob("step_000006.pt*")):
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         return function(*args, **how)
 
-    child = os.fork()
-    if not child:
-        setattr(os, call, kill)
-        train(save_every=3, keep_checkpoints=1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    train(resume="latest", save_every=3, keep_checkpoints=1)
-    assert f"resumed at step {LAST_GOOD[call]} from" in capsys.readouterr().out
-    assert unequal(state_in(finished), state_in(tmp_path / "logs")) == []
-    assert os.listdir(folder) == ["step_000008.pt"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, kill_in_step_6)
+        assert in_child(train, save_every=3, keep_checkpoints=1) == -signal.SIGKILL
+    _, saved = find_checkpoint(LATEST, tmp_path / "logs")
+    assert saved["step"] == LAST_GOOD[call]
+    assert unequal(state_in(finished, saved["step"]), saved["state"]) == []
 
 
 @pytest.fixture
@@ -215,33 +186,18 @@ def full_disk():
     limit()
 
 
-@pytest.mark.parametrize("free_again", [True, False])
-def test_a_disk_that_is_full_during_a_save(
-    train, error_of, finished, tmp_path, monkeypatch, full_disk, free_again
-):
-    """It goes on, the last good checkpoint stays. If none of the last step is there, that is told."""
-    forward_backward = train_gpt.forward_backward
-
-    def in_step(step, *args):
-        if step == 4:
-            full_disk(1 << 20)  # bytes: more than the log, less than a checkpoint
-        if step == 7 and free_again:
-            full_disk()
-        return forward_backward(step, *args)
-
-    monkeypatch.setattr(train_gpt, "forward_backward", in_step)
-    given = dict(save_every=3, keep_checkpoints=3)
-    end = "" if free_again else error_of(**given)
-    lines = train(**given) if free_again else (tmp_path / "logs/run.txt").read_text()
+def test_a_disk_that_is_full_during_a_save(error_of, finished, tmp_path, monkeypatch, full_disk):
+    """The run goes on, the last good checkpoint stays. Its end says that the last step has none."""
+    size = 1 << 20  # bytes: more than the log, less than a checkpoint
+    after_step(monkeypatch, 4, lambda _: full_disk(size))
+    end = error_of(save_every=3, keep_checkpoints=3)
     folder = tmp_path / "logs/run"
+    lines = (tmp_path / "logs/run.txt").read_text()
     assert f"no checkpoint of step 6: {folder}/step_000006.pt: File too large" in lines
     assert "\nstep:8/8 val_loss:" in lines
-    kept = [3, 8] if free_again else [3]
-    assert sorted(os.listdir(folder)) == [f"step_00000{step}.pt" for step in kept]
-    for step in kept:
-        assert unequal(state_in(finished, step), state_in(tmp_path / "logs", step)) == []
-    if not free_again:
-        assert end.startswith("all steps are done, but no checkpoint of step 8: ")
+    assert os.listdir(folder) == ["step_000003.pt"]
+    assert unequal(state_in(finished, 3), state_in(tmp_path / "logs", 3)) == []
+    assert end.startswith("all steps are done, but no checkpoint of step 8: ")
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):

@@ -22,7 +22,7 @@ sys.exit(int(os.environ.get("CODE", 0)) if os.environ["RANK"] == "1" else 0)
 
 
 def run(command: list[str], **how) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, **how)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **how)
 
 
 def launch(*arguments: str, **how) -> subprocess.CompletedProcess:
@@ -93,29 +93,8 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def test_run_sh_makes_an_environment_once(project):
-    (project / "requirements.txt").write_text("torch==99.1  # from 99.0\n")
-    variables = with_variables(
-        PIP_FIND_LINKS=f"{project.parent}", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull
-    )
-    for said in ("lacks torch 99.0: installing into .venv", ""):
-        done = run(["./run.sh", "--a=1"], cwd=project, env=variables)
-        assert done.stdout == f"{project}/.venv/bin/python --a=1\n", done.stderr
-        assert said in done.stderr and bool(said) == bool(done.stderr)
-
-
-def test_run_sh_ends_with_pips_own_words(project):
-    (project / "requirements.txt").write_text("torch==99.2  # from 99.2\n")
-    variables = with_variables(
-        PIP_FIND_LINKS=f"{project.parent}", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull
-    )
-    done = run(["./run.sh"], cwd=project, env=variables)
-    assert done.returncode == 1 and done.stdout == ""
-    assert "No matching distribution found for torch==99.2" in done.stderr
-
-
-def test_run_sh_installs_flash_attention_on_hopper_or_goes_on_without(project):
-    """One line says so, with pip's reason. On other GPUs it does not try."""
+def test_run_sh_makes_an_environment_once_with_flash_attention_on_hopper(project):
+    """Where that cannot be installed, one line says so, with pip's reason. Other GPUs do not try."""
     (project / "requirements.txt").write_text("torch==99.1  # from 99.0\n")
     (project / "runtime/requirements-hopper.txt").write_text("flash_attn_4==99.1\n")
     nvidia_smi = project.parent / "tools/nvidia-smi"
@@ -126,21 +105,27 @@ def test_run_sh_installs_flash_attention_on_hopper_or_goes_on_without(project):
     variables["PATH"] = f"{nvidia_smi.parent}{os.pathsep}{variables['PATH']}"
 
     def said(capability: str) -> list[str]:
-        """Beside the line that announces an installation."""
+        """On stderr, on a GPU of that capability."""
         nvidia_smi.write_text(f"#!/bin/sh\necho {capability}\n")
         nvidia_smi.chmod(0o755)
+        done = run(["./run.sh", "--a=1"], cwd=project, env=variables)
+        assert done.stdout == f"{project}/.venv/bin/python --a=1\n", done.stderr
+        return done.stderr.splitlines()
+
+    def forget_torch() -> None:
         for path in (project / ".venv").rglob("torch-*"):
             shutil.rmtree(path)
-        done = run(["./run.sh"], cwd=project, env=variables)
-        assert (done.returncode, done.stdout) == (0, f"{project}/.venv/bin/python\n"), done.stderr
-        return done.stderr.splitlines()[1:]
 
+    (line,) = said("8.9")
+    assert "lacks torch 99.0: installing into .venv" in line
     assert said("8.9") == []
-    (line,) = said("9.0")
+    forget_torch()
+    _, line = said("9.0")
     without = "run.sh: no FlashAttention 4, steps take an estimated 4 to 8 % longer: "
     assert line.startswith(without + "ERROR: No matching distribution found for flash")
     make_wheel(project.parent, "flash_attn_4")
-    assert said("9.0") == []
+    forget_torch()
+    assert len(said("9.0")) == 1
     assert len(list((project / ".venv").rglob("flash_attn_4.py"))) == 1
 
 
@@ -150,7 +135,6 @@ def test_run_sh_installs_flash_attention_on_hopper_or_goes_on_without(project):
 WRONG = {
     "no script": (["nowhere.py"], {}, "nowhere.py: no such script"),
     "no number": ([LOOP], {"RANKS": "two"}, "RANKS=two: must be a whole number"),
-    "no rank": ([LOOP], {"RANKS": "0"}, "RANKS=0: must be a whole number"),
 }
 
 
@@ -162,14 +146,9 @@ def test_a_start_that_cannot_be_is_one_line(case):
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 143])
-def test_the_exit_code_is_the_runs(show, code):
-    done = launch(f"{show}", env=with_variables(CODE=f"{code}"))
-    assert (done.returncode, done.stderr) == (code, "")
-
-
-def test_ranks_chooses_their_number(show):
-    done = launch(f"{show}", env=with_variables(RANKS="3"))
+def test_the_number_of_ranks_is_chosen_and_a_failed_ones_exit_code_is_the_runs(show):
+    done = launch(f"{show}", env=with_variables(RANKS="3", CODE="143"))
+    assert (done.returncode, done.stderr) == (143, "")
     assert done.stdout.count("'3', '3', '127.0.0.1'") == 3
 
 
@@ -179,11 +158,6 @@ def test_ranks_chooses_their_number(show):
 def test_an_unknown_option_is_one_line_from_one_rank(tmp_path):
     done = launch(TRAIN, "--num_schedule_iterations=3", cwd=tmp_path, env=with_variables())
     assert done.returncode == 2
-    assert done.stderr.count("--num_scheduled_iterations") == 1 and "Traceback" not in done.stderr
+    message = "error: unknown option --num_schedule_iterations=3; did you mean"
+    assert done.stderr == f"{message} --num_scheduled_iterations?\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_help_is_printed_once(tmp_path):
-    done = launch("--help", cwd=tmp_path, env=with_variables())
-    assert done.returncode == 0
-    assert done.stdout.count("--num_scheduled_iterations") == 1

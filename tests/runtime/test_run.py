@@ -1,11 +1,9 @@
-"""runtime/run.py and runtime/checkpoints.py in parts: the clock, the ranks' report, differences."""
+"""runtime/run.py in parts: what is timed, seeds, graphs from the cache."""
 
 import random
 import re
-import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,27 +12,11 @@ import torch
 
 from common import ROOT, tiny_settings, train_gpt
 from runtime import run
-from runtime.checkpoints import course, differences, raise_if_any
 from runtime.log import Log
 from runtime.ranks import Ranks, Signals
-from runtime.run import BAD_DATA, Clock, LossReport, seed_random
+from runtime.run import seed_random
 
 CPU = torch.device("cpu")
-
-
-def test_the_clock_counts_what_lies_between_start_and_stop():
-    clock = Clock(CPU)
-    assert clock.ms() == 0
-    clock.start()
-    time.sleep(0.02)
-    clock.stop()
-    counted = clock.ms()
-    assert 20 <= counted < 500
-    time.sleep(0.02)
-    assert clock.ms() == counted
-    clock.start()
-    time.sleep(0.02)
-    assert clock.ms() >= counted + 20
 
 
 def test_what_is_timed(shards, tmp_path, monkeypatch):
@@ -42,11 +24,17 @@ def test_what_is_timed(shards, tmp_path, monkeypatch):
     takes another number of seconds by a clock that stands still otherwise."""
     now = [0.0]
     monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: now[0], strftime=str))
-    timed = {"forward_backward": 1, "write_step": 2, "step_optimizers": 4}
-    others = {"validate": 1e3, "write_checkpoint": 1e4, "sample_text": 1e5, "warm_up": 1e6}
-    for name, seconds in (timed | others).items():
-        places = (train_gpt, train_gpt.TrainingManager, Log, run.checkpoints)
-        place = next(x for x in places if hasattr(x, name))
+    manager = train_gpt.TrainingManager
+    takes = {
+        (train_gpt.GPT, "forward"): 1,  # twice a step
+        (Log, "write_step"): 2,
+        (manager, "step_optimizers"): 4,
+        (train_gpt, "validate"): 1e3,
+        (run.checkpoints, "write_checkpoint"): 1e4,
+        (train_gpt, "sample_text"): 1e5,
+        (train_gpt, "warm_up"): 1e6,
+    }
+    for (place, name), seconds in takes.items():
 
         def function(*args, function=getattr(place, name), seconds=seconds):
             now[0] += seconds
@@ -57,23 +45,8 @@ def test_what_is_timed(shards, tmp_path, monkeypatch):
     train_gpt.train(h, Ranks(0, 1, CPU), Signals())
     # The last step's line is made before it is written.
     text = (tmp_path / "logs/run.txt").read_text()
-    assert "\nstep:8/8 train_time:54000ms step_avg:6750.00ms\n" in text
-    assert re.search(r"step:8/8 val_loss:\S+ train_time:56000ms step_avg:7000.00ms\n", text)
-
-
-def reported(rank, world_size):
-    reasons = (0, BAD_DATA, int(signal.SIGTERM))
-    found = []
-    for reason in reasons:
-        loss = torch.tensor(1.0 + rank)
-        report = LossReport(0, loss, reason * rank, Ranks(rank, world_size, CPU))
-        found.append((report.receive().item(), *report.read()))
-    return found
-
-
-def test_every_rank_reads_the_mean_loss_and_a_reason_to_stop(run_ranks):
-    expected = [(True, 1.5, 0), (True, 1.5, BAD_DATA), (True, 1.5, signal.SIGTERM)]
-    assert run_ranks(2, reported) == [expected, expected]
+    assert "\nstep:8/8 train_time:62000ms step_avg:7750.00ms\n" in text
+    assert re.search(r"step:8/8 val_loss:\S+ train_time:64000ms step_avg:8000.00ms\n", text)
 
 
 def test_seeds_of_all_three_libraries():
@@ -83,26 +56,6 @@ def test_seeds_of_all_three_libraries():
         draws.append((torch.rand(1).item(), random.random(), np.random.rand()))
     assert draws[0] == draws[1]
     assert not {*draws[0]} & {*draws[2]}
-
-
-def test_differences_are_named_by_their_path(tmp_path):
-    was = {"a": {"x": (2, 3), "y": 1}, "b": "same"}
-    now = {"a": {"x": (2, 4)}, "b": "same", "c": 5}
-    found = differences(was, now)
-    assert "a.y was 1, is not there" in found and "c was not there, is 5" in found
-    assert len(found) == 3 and differences(was, was) == []
-    raise_if_any(tmp_path, [])
-    with pytest.raises(ValueError, match="cannot be resumed: 1; 2; 3; and 2 more$"):
-        raise_if_any(tmp_path, "12345")
-
-
-def test_the_course_is_the_batches_of_the_first_steps():
-    class Manager:
-        batch_tokens = (8, 8, 16).__getitem__
-        max_doc_len = (4, 4, 4).__getitem__
-
-    batches = "2 × 8 cut at 4 + 1 × 16 cut at 4"
-    assert course(Manager, 3) == {"tokens in batches": batches, "tokens": "32"}
 
 
 COMPILES = """

@@ -19,18 +19,6 @@ def logs(shards, tmp_path_factory):
     return folder / "logs"
 
 
-@pytest.fixture
-def text_of(logs, capsys, monkeypatch):
-    """text_of(arguments) is what sample.py prints, with the script that is imported here."""
-    monkeypatch.setattr(sample, "load_script", lambda _: train_gpt)
-
-    def run(*arguments: str) -> str:
-        sample.main(["latest", *arguments, f"--log_dir={logs}"])
-        return capsys.readouterr().out
-
-    return run
-
-
 def test_a_run_ends_with_three_samples(logs):
     """Each: 64 tokens of a validation document, then what the model makes of them."""
     text = (logs / "run.txt").read_text().rpartition("a prompt from the validation shard:\n")[2]
@@ -40,19 +28,17 @@ def test_a_run_ends_with_three_samples(logs):
 
 def test_the_command_prints_the_prompt_and_a_text(logs):
     command = [sys.executable, ROOT / "sample.py", "latest", "def f(", "--tokens=9"]
-    done = run_fresh([*command, f"--log_dir={logs}", f"--script={SCRIPT}"])
+    done = run_fresh([*command, f"--log_dir={logs}", f"--script={SCRIPT}"], timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     prompt, text = done.stdout.split("⟫")
     assert prompt == "def f(" and text
 
 
-def test_the_temperature_and_the_length(text_of):
-    again = text_of("def ", "--tokens=9")
-    assert text_of("def ", "--tokens=9") == again
-    cold = text_of("def ", "--tokens=9", "--temperature=1e-30")
-    assert cold != again
-    assert text_of("def ", "--tokens=12", "--temperature=1e-30").startswith(cold.rstrip("\n"))
-    assert text_of("", "--tokens=0") == "⟫\n"
+def test_the_temperature_and_the_length(logs):
+    manager = sample.load_checkpoint(train_gpt, "latest", logs)
+    text = lambda *how: sample.continue_text(manager, [manager.h.bos_id, 5], *how)
+    assert text(9) == text(9) != text(9, 1e-30)
+    assert text(12, 1e-30)[:9] == text(9, 1e-30)
 
 
 def test_a_document_does_not_end_within_the_text(logs):
@@ -74,24 +60,18 @@ def test_the_nucleus():
     assert torch.equal(keep_nucleus(probs, 1.1), probs)
 
 
-def test_what_cannot_be_sampled_is_one_line(text_of, logs, tmp_path):
-    other = read_checkpoint(logs / "run/step_000008.pt")
-    other["settings"]["an_option_of_another_script"] = 3
-    write_checkpoint(tmp_path / "step_000001.pt", other, 9)
-    cases = {
-        "the prompt has 2002 tokens": ["latest", "x" * 2001],
-        "of another recipe": [str(tmp_path / "step_000001.pt"), ""],
-        "cannot be read": [str(tmp_path / "nowhere.pt"), ""],
-        "no usable checkpoint": ["latest", "", f"--log_dir={tmp_path}"],
-    }
-    for message, arguments in cases.items():
-        with pytest.raises(SystemExit, match=message):
-            sample.main([f"--log_dir={logs}", *arguments])
-
-
-def test_another_version_of_the_script_is_said(logs, tmp_path, capsys):
-    changed = read_checkpoint(logs / "run/step_000008.pt")
-    changed["sources"] = {"train_gpt.py": "# an earlier one"}
-    write_checkpoint(tmp_path / "step_000008.pt", changed, 9)
-    sample.load_checkpoint(train_gpt, str(tmp_path / "step_000008.pt"), logs)
-    assert "was trained by another version of the script" in capsys.readouterr().err
+def test_a_checkpoint_of_another_recipe_or_version_is_said(logs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sample, "load_script", lambda _: train_gpt)
+    path = tmp_path / "step_000008.pt"
+    saved = read_checkpoint(logs / "run/step_000008.pt")
+    write_checkpoint(path, saved | {"sources": {"train_gpt.py": "# an earlier one"}}, 9)
+    sample.main([str(path), "", "--tokens=0"])
+    printed = capsys.readouterr()
+    assert printed.out == "⟫\n"
+    assert "was trained by another version of the script" in printed.err
+    saved["settings"]["an_option_of_another_script"] = 3
+    write_checkpoint(path, saved, 9)
+    with pytest.raises(SystemExit, match=f"error: {path}: of another recipe"):
+        sample.main([str(path), ""])
+    with pytest.raises(SystemExit, match="the prompt has 2002 tokens"):
+        sample.main(["latest", "x" * 2001, f"--log_dir={logs}"])

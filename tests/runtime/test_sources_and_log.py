@@ -2,6 +2,7 @@
 
 import os
 import resource
+import select
 import sys
 
 import pytest
@@ -61,14 +62,12 @@ def test_sources_as_text_and_their_changes():
     assert {"-z = 3", "+z = 4", "+new"} <= {*diff} and "-x = 1" not in diff
 
 
-def test_facts_of_a_machine(monkeypatch):
+def test_facts_of_a_machine_name_no_folder_of_the_user(monkeypatch):
     for name, value in (("OMP_NUM_THREADS", "1"), ("NCCL_DEBUG", "a\nb"), ("MKL_X", "/home/me")):
         monkeypatch.setenv(name, value)
-    facts = machine_facts(torch.device("cpu"), 3)
-    assert f"PyTorch {torch.__version__}" in facts[1] and facts[2].endswith(", 3 ranks")
-    assert facts[-1].startswith("variables: ")
-    assert "NCCL_DEBUG='a\\nb'" in facts[-1] and "OMP_NUM_THREADS='1'" in facts[-1]
-    assert "/home" not in facts[-1]
+    *_, variables = machine_facts(torch.device("cpu"), 3)
+    assert "NCCL_DEBUG='a\\nb'" in variables and "OMP_NUM_THREADS='1'" in variables
+    assert "/home" not in variables
 
 
 def test_settings_are_a_line_that_python_reads():
@@ -116,12 +115,15 @@ def test_lines_wait_for_a_full_disk(tmp_path, capsys):
 
 def test_a_terminal_has_one_live_line(tmp_path, monkeypatch):
     ours, theirs = os.openpty()
+    shown = b""
     with open(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         log = Log(tmp_path / "x.txt", True, "header")
         log.write_step("step:1/2 time", "step:1/2 time loss:3")
         log.write("a line")
-        shown = os.read(ours, 1000).decode()
+        while not shown.endswith(b"a line\r\n"):
+            assert select.select([ours], [], [], 100)[0], shown
+            shown += os.read(ours, 1000)
     os.close(ours)
-    assert shown == "\r\x1b[Kstep:1/2 time loss:3\r\x1b[Ka line\r\n"
+    assert shown.decode() == "\r\x1b[Kstep:1/2 time loss:3\r\x1b[Ka line\r\n"
     assert log.path.read_text() == "header\nstep:1/2 time\na line\n"
