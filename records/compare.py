@@ -123,10 +123,8 @@ def diffs(a: RunLog, b: RunLog) -> list[tuple[str, list[str]]]:
     found = []
     for name in changed_files(a, b):
         name_a = a.script[0] if name == b.script[0] else name
-        before, after = (
-            log.sources.get(path, b"").decode("utf-8", "replace").splitlines()
-            for log, path in ((a, name_a), (b, name))
-        )
+        pair = (a.sources.get(name_a, b""), b.sources.get(name, b""))
+        before, after = (source.decode("utf-8", "replace").splitlines() for source in pair)
         titles = (f"{a.path}: {name_a}", f"{b.path}: {name}")
         found.append((name, [*difflib.unified_diff(before, after, *titles, lineterm="")]))
     return found

@@ -168,11 +168,6 @@ def differing(a: dict, b: dict) -> str:
     return shown(", ".join(said))
 
 
-def figures(log: RunLog) -> tuple:
-    """Its times and losses. No two runs have the same ones: such a log is a copy."""
-    return (*log.times.items(), *log.validations)
-
-
 def choose(name: str, argument: str, logs: list[RunLog]) -> Group:
     """The runs of the experiment that most of these logs belong to; single others are set aside.
 
@@ -184,10 +179,11 @@ def choose(name: str, argument: str, logs: list[RunLog]) -> Group:
         if log.fault:
             group.aside.append((log, log.fault))
             continue
-        if figures(log) in seen:
-            group.aside.append((log, f"the same run as {seen[figures(log)]}"))
+        figures = (*log.times.items(), *log.validations)  # no two runs share all of them
+        if figures in seen:
+            group.aside.append((log, f"the same run as {seen[figures]}"))
             continue
-        seen[figures(log)] = log.path
+        seen[figures] = log.path
         its_own = experiment(log)
         runs = next((runs for known, runs in found if known == its_own), None)
         if runs is None:

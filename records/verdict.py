@@ -123,10 +123,8 @@ def cautions(group: Group) -> list[str]:
     found = []
     seeds = Counter(run.settings["seed"] for run in group.runs if "seed" in run.settings)
     if repeated := [seed for seed, count in seeds.items() if count > 1]:
-        found.append(
-            f"runs of {group.name} share seeds ({', '.join(repeated)}): they are not independent, "
-            "so σ and p say nothing about other seeds"
-        )
+        shared = f"runs of {group.name} share seeds ({', '.join(repeated)})"
+        found.append(f"{shared}: not independent, so σ and p say nothing about other seeds")
     # A run resumed at its last step trained nothing since.
     resumed = [run for run in group.runs if any(step < run.total for step in run.resumed_at)]
     if resumed:
@@ -208,10 +206,9 @@ def about_equal_loss(row: dict, equal: EqualLoss) -> str:
     """What the difference in loss is worth in steps and seconds, and the times at equal loss."""
     verb = "is worth" if equal.steps >= 0 else "costs"
     seconds = abs(equal.steps * equal.pace)
-    said = (
-        f"at equal loss: its loss {verb} {abs(equal.steps):.1f} steps, {seconds:.3f} s at "
-        f"{1000 * equal.pace:.2f} ms a step (slope {equal.slope:.3g} a step over the last {equal.over})"
-    )
+    said = f"at equal loss: its loss {verb} {abs(equal.steps):.1f} steps, {seconds:.3f} s at "
+    said += f"{1000 * equal.pace:.2f} ms a step "
+    said += f"(slope {equal.slope:.3g} a step over the last {equal.over})"
     if equal.far:
         return f"{said}: not tested, too far along a straight line"
     if not equal.time:
@@ -241,10 +238,9 @@ def enough(needs: Needed | None, runs: int, what: str) -> str:
     if needs.about is None:
         return f"{MOST_RUNS:,} {what} would not settle it"
     high = f"{needs.high:,}" if needs.high else f"over {MOST_RUNS:,}"
-    return (
-        f"a new set of about {needs.about:,} {what} would settle it with a chance of "
-        f"{POWER:.0%} ({needs.low:,} to {high} within its {RANGE:.0%} interval)"
-    )
+    within = f"({needs.low:,} to {high} within its {RANGE:.0%} interval)"
+    settled = f"a new set of about {needs.about:,} {what} would settle it"
+    return f"{settled} with a chance of {POWER:.0%} {within}"
 
 
 def figure(value: float, form: str = "") -> str:

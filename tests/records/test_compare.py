@@ -8,7 +8,7 @@ import sys
 import pytest
 from scipy import stats
 
-from made_logs import ENVIRONMENT, ROOT, make_log, step_lines, write_runs
+from made_logs import ENVIRONMENT, make_log, step_lines, write_runs
 
 import compare
 from groups import InputError, gather_all, same_code
@@ -285,12 +285,3 @@ def test_nothing_in_a_log_reaches_the_terminal_as_an_escape(baseline, tmp_path, 
     text = said(capsys, baseline, folder, "--source", "--rules", "--snippet")
     assert "\\x1b[2J" in text and "-x = 1" in text
     assert all(c.isprintable() or c == "\n" for c in text)
-
-
-def test_it_starts_as_a_command_without_torch(baseline, idea, tmp_path):
-    """The tools run where only records/requirements.txt is installed."""
-    (tmp_path / "torch.py").write_text("raise ImportError('not here')")
-    command = [sys.executable, ROOT / "records/compare.py", baseline, idea]
-    env = {"PYTHONPATH": str(tmp_path)}
-    found = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert found.returncode == 0 and "FASTER" in found.stdout, found.stderr
