@@ -187,7 +187,7 @@ def check_list(baseline: Group, group: Group, row: dict, target: float) -> list[
     changed = changed_files(a, b)
     use = (READ, f"read the diff of {names(changed)}") if changed else (HOLDS, "no source differs")
     loss = f"{row['loss_mean']:.5f}, p = {figure(below) or 'undefined'}"
-    runs = f"{plural(row['runs'], 'run')}, {aside} set aside; logs cannot tell of others"
+    runs = f"{plural(row['runs'], 'run')}, {aside} set aside; logs cannot show others"
     rules = {
         "The data stream is the baseline's": same_data(a, b),
         f"Mean loss below {target:g} at p < {P:g}": (mark(below < P), loss),
@@ -216,7 +216,7 @@ def faster(row: dict) -> tuple[str, str]:
 
 
 def same_data(a: RunLog, b: RunLog) -> tuple[str, str]:
-    """Whether sources and shards are the same, as far as the logs tell."""
+    """Whether sources and shards are the same, as far as the logs say."""
     if shards := verdict.other_tokens(a, b):
         return BROKEN, f"other tokens in {names(shards)}"
     found, evidence = same_folder(a, b, "data/")
@@ -316,7 +316,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--pairs", action="store_true", help="runs that alternated: compare seed by seed")
     add("--at", type=int, metavar="STEP", help="as if the runs had ended at this step")
     add("--source", action="store_true", help="diff of sources and environments")
-    add("--rules", action="store_true", help="the rules of a record, with what the logs tell")
+    add("--rules", action="store_true", help="the rules of a record, with what the logs say")
     add("--snippet", action="store_true", help="row and figures for the public speedrun's README")
     add("--plot", metavar="PNG", help="draw losses and step times into this file")
     add("--json", action="store_true", help="all figures, for programs")

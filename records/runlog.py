@@ -311,6 +311,6 @@ def at_step(log: RunLog, step: int) -> RunLog:
     if log.fault.startswith(("crashed at", "cut short at")) or not log.fault:
         cut.fault = ""
         if not kept or kept[-1][0] != step:
-            told = ", ".join(str(at) for at, _, _ in log.validations) or "none"
-            cut.fault = f"not validated at step {step}, but at {told}"
+            validated = ", ".join(str(at) for at, _, _ in log.validations) or "none"
+            cut.fault = f"not validated at step {step}, but at {validated}"
     return cut

@@ -99,9 +99,9 @@ def in_pairs(groups: list[Group]) -> list[Group]:
         raise InputError("no seed is in all groups, so there are no pairs: leave out --pairs")
     paired = []
     for group, runs in zip(groups, by_seed):
-        alone = [(runs[seed], "no partner with its seed") for seed in runs if seed not in shared]
+        single = [(runs[seed], "no partner with its seed") for seed in runs if seed not in shared]
         kept = [runs[seed] for seed in shared]
-        paired.append(replace(group, runs=kept, aside=group.aside + alone))
+        paired.append(replace(group, runs=kept, aside=group.aside + single))
     return paired
 
 

@@ -239,7 +239,7 @@ def test_what_makes_a_figure_worth_less_is_said(baseline, tmp_path, capsys):
 # Rules, snippet, command line
 
 
-def test_the_rules_by_what_the_logs_tell(baseline, idea, tmp_path, capsys):
+def test_the_rules_by_what_the_logs_say(baseline, idea, tmp_path, capsys):
     """A further column is the script's, not another clock: only runtime/ is the clock."""
     for path in (tmp_path / "idea").glob("*.txt"):
         path.write_bytes(path.read_bytes().replace(b".00ms\n", b".00ms grad_norm:1.23\n"))
@@ -265,7 +265,7 @@ def test_a_rule_that_is_broken(changed, line, baseline, tmp_path, capsys):
     assert f"- {line}" in said(capsys, baseline, other, "--rules")
 
 
-def test_the_snippet_computes_the_figures_that_are_told(baseline, idea, capsys):
+def test_the_snippet_computes_the_figures_of_the_table(baseline, idea, capsys):
     row = figures(capsys, baseline, idea)[1]
     text = said(capsys, baseline, idea, "--snippet")
     python = text.partition("```python\n")[2].partition("```")[0]
