@@ -25,25 +25,24 @@ from rich.text import Text
 import verdict
 from groups import Group, InputError, changed_files, gather_all, names, plural
 from runlog import RunLog, shown
-from t_tests import P
+from t_tests import Difference, P
 from verdict import figure
 
-# fmt: off
+# Columns: header, figure of a row (see verdict.py), format; without one it is a p-value.
 TIME = (
-    ("runs",   lambda row: row["runs"],                            "d"),
-    ("steps",  lambda row: row["steps"],                           "d"),
-    ("time s", lambda row: row["time_mean"],                       ".3f"),
-    ("σ",      lambda row: row["time_sigma"],                      ".3f"),
-    ("Δ",      lambda row: row["time"].mean if "time" in row else math.nan, "+.3f"),
-    ("p",      lambda row: row.get("time_p_holm", math.nan),       ""),
+    ("runs", "runs", "d"),
+    ("steps", "steps", "d"),
+    ("time s", "time_mean", ".3f"),
+    ("σ", "time_sigma", ".3f"),
+    ("Δ", "time", "+.3f"),
+    ("p", "time_p_holm", ""),
 )
 LOSS = (
-    ("loss",   lambda row: row["loss_mean"],                       ".5f"),
-    ("σ",      lambda row: row["loss_sigma"],                      ".5f"),
-    ("Δ",      lambda row: row["loss"].mean if "loss" in row else math.nan, "+.5f"),
-    ("p",      lambda row: row.get("loss_p_holm", math.nan),       ""),
+    ("loss", "loss_mean", ".5f"),
+    ("σ", "loss_sigma", ".5f"),
+    ("Δ", "loss", "+.5f"),
+    ("p", "loss_p_holm", ""),
 )
-# fmt: on
 
 
 # ----------------------------------------------------------------------------------------------
@@ -51,12 +50,12 @@ LOSS = (
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """A line as it is: no markup, and nothing of a foreign log moves the cursor."""
+    """A line without markup, in which nothing from a foreign log moves the cursor."""
     console.print(shown(text), style=style, highlight=False, markup=False)
 
 
 def report(rows: list[dict], groups: list[Group], target: float, console: Console) -> None:
-    """Table, single figures, what was set aside, what changed, verdicts and their cautions."""
+    """Table, figures run by run, what was set aside, what changed, verdicts and cautions."""
     print_tables(rows, target, console)
     console.print()
     for row in rows:
@@ -87,7 +86,7 @@ def title(row: dict) -> str:
 
 def print_tables(rows: list[dict], target: float, console: Console) -> None:
     """One table; two on a terminal that is too narrow."""
-    loss = (*LOSS, (f"p(<{target:g})", lambda row: row["p_below_target"], ""))
+    loss = (*LOSS, (f"p(<{target:g})", "p_below_target", ""))
     table = make_table(rows, (*TIME, *loss), console)
     if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
         console.print(table)
@@ -97,16 +96,22 @@ def print_tables(rows: list[dict], target: float, console: Console) -> None:
 
 
 def make_table(rows: list[dict], columns: tuple, console: Console) -> Table:
-    """A row for each group; lines of Markdown in a pipe."""
+    """A row for each group; in a pipe Markdown, which pages and issues take as it is."""
     style = box.SIMPLE_HEAD if console.is_terminal else box.MARKDOWN
     table = Table("", box=style)
     for header, _, _ in columns:
         holm = " Holm" if header == "p" and len(rows) > 2 else ""
         table.add_column(header + holm, justify="right", no_wrap=True)
     for row in rows:
-        figures = (figure(value(row), form) for _, value, form in columns)
+        figures = (figure(value(row, name), form) for _, name, form in columns)
         table.add_row(Text(row["name"]), *figures)
     return table
+
+
+def value(row: dict, name: str) -> float:
+    """A figure; nan where the baseline has none."""
+    found = row.get(name, math.nan)
+    return found.mean if isinstance(found, Difference) else found
 
 
 # ----------------------------------------------------------------------------------------------
@@ -118,29 +123,28 @@ def diffs(a: RunLog, b: RunLog) -> list[tuple[str, list[str]]]:
     found = []
     for name in changed_files(a, b):
         name_a = a.script[0] if name == b.script[0] else name
-        before, after = (
-            log.sources.get(path, b"").decode("utf-8", "replace").splitlines()
-            for log, path in ((a, name_a), (b, name))
-        )
+        pair = (a.sources.get(name_a, b""), b.sources.get(name, b""))
+        before, after = (source.decode("utf-8", "replace").splitlines() for source in pair)
         titles = (f"{a.path}: {name_a}", f"{b.path}: {name}")
         found.append((name, [*difflib.unified_diff(before, after, *titles, lineterm="")]))
     return found
 
 
 def fact_changes(baseline: Group, group: Group) -> list[tuple[str, str, str]]:
-    """(name, before, after) of facts of the environments and settings that differ."""
+    """(name, before, after) for each fact of the environment and each setting that differs."""
     found = []
     for what in ("facts", "recipe_settings"):
         before, after = (getattr(side.runs[0], what) for side in (baseline, group))
         for name in {**after, **before}:
-            if before.get(name) != after.get(name) and name != "instructions":  # of products
+            # "instructions" are a part of "matmuls".
+            if before.get(name) != after.get(name) and name != "instructions":
                 option = name if what == "facts" else f"--{name}"
                 found.append((option, before.get(name, "(none)"), after.get(name, "(none)")))
     return found
 
 
 def changes(baseline: Group, group: Group) -> str:
-    """In a line, of the first run of each."""
+    """One line, from the first run of each."""
     a, b = baseline.runs[0], group.runs[0]
     pieces = []
     for name, lines in diffs(a, b):
@@ -155,7 +159,7 @@ def changes(baseline: Group, group: Group) -> str:
 
 
 def print_changes(baseline: Group, group: Group, console: Console) -> None:
-    """The diff of the sources and environments of the first run of each."""
+    """The diff of sources and environments, from the first run of each."""
     colours = {"+": "green", "-": "red", "@": "cyan"}
     lines = [line for _, diff in diffs(baseline.runs[0], group.runs[0]) for line in diff]
     for log in (baseline.runs[0], group.runs[0]):
@@ -170,43 +174,55 @@ def print_changes(baseline: Group, group: Group, console: Console) -> None:
 # ----------------------------------------------------------------------------------------------
 # The rules of a record
 
-HOLDS, BROKEN, READ = "[x]", "[!]", "[ ]"
+HOLDS, BROKEN, READ = "[x]", "[!]", "[ ]"  # by the logs; READ: a reviewer has to judge
 COMPILER_FLAG = re.compile(r"(?i)inductor|dynamo|functorch|torch_compile|torch\.compile\(")
 
 
 def check_list(baseline: Group, group: Group, row: dict, target: float) -> list[str]:
-    """A line a rule of README.md: [x] the logs say so, [!] they say otherwise, [ ] read it."""
+    """A line for each rule in README.md, with its mark and the evidence."""
     a, b = baseline.runs[0], group.runs[0]
-    shards = verdict.other_tokens(a, b)
-    data, clock = (same_folder(a, b, folder) for folder in ("data/", "runtime/"))
-    if shards:
-        data = (BROKEN, f"other tokens in {names(shards)}")
-    elif data[0] == HOLDS and not (a.shards and b.shards):
-        data = (READ, f"{data[1]}; the logs do not tell what the shards hold")
-    below, time, seeds = row["p_below_target"], row["time"], row["seeds"]
-    faster = row["time_p_holm"] < P and time.mean < 0
-    speed = f"{time.mean:+.3f} s, p = {figure(row['time_p_holm']) or 'undefined'}"
-    changed = changed_files(a, b)
+    below, seeds, aside = row["p_below_target"], row["seeds"], len(row["set_aside"])
+    own_seeds = mark(len({*seeds}) == len(seeds))
     source = all(run.sources and not run.source_changes for run in group.runs)
-    lines = [
-        ("The data stream is the baseline's", *data),
-        (f"Mean loss below {target:g} at p < {P:g}", HOLDS if below < P else BROKEN,
-         f"{row['loss_mean']:.5f}, p = {figure(below) or 'undefined'}"),
-        ("The clock is the baseline's", *clock),
-        ("No extra compiler flags", *compiler_flags(a, b)),
-        ("The source is in the log", HOLDS if source else BROKEN, plural(len(b.sources), "file")),
-        (f"Faster at p < {P:g}, on one machine",
-         BROKEN if not faster else HOLDS if row["machines_known"] else READ,
-         row["times_do_not_compare"] or speed),
-        ("Every run has its own seed",
-         READ if None in seeds else HOLDS if len({*seeds}) == len(seeds) else BROKEN,
-         ", ".join(map(str, seeds))),
-        ("The number of runs was fixed before", READ,
-         f"{plural(row['runs'], 'run')}, {len(row['set_aside'])} set aside; logs cannot tell of others"),
-        ("The script's use of data, clock and validation is the baseline's", READ if changed else HOLDS,
-         f"read the diff of {names(changed)}" if changed else "no source differs"),
-    ]  # fmt: skip
-    return [f"- {mark} {rule}: {evidence}" for rule, mark, evidence in lines]
+    changed = changed_files(a, b)
+    use = (READ, f"read the diff of {names(changed)}") if changed else (HOLDS, "no source differs")
+    loss = f"{row['loss_mean']:.5f}, p = {figure(below) or 'undefined'}"
+    runs = f"{plural(row['runs'], 'run')}, {aside} set aside; logs cannot show others"
+    rules = {
+        "The data stream is the baseline's": same_data(a, b),
+        f"Mean loss below {target:g} at p < {P:g}": (mark(below < P), loss),
+        "The clock is the baseline's": same_folder(a, b, "runtime/"),
+        "No extra compiler flags": compiler_flags(a, b),
+        "The source is in the log": (mark(source), plural(len(b.sources), "file")),
+        f"Faster at p < {P:g}, on one machine": faster(row),
+        "Every run has its own seed": (READ if None in seeds else own_seeds, names(seeds, 99)),
+        "The number of runs was fixed before": (READ, runs),
+        "The script's use of data, clock and validation is the baseline's": use,
+    }
+    return [f"- {found} {rule}: {evidence}" for rule, (found, evidence) in rules.items()]
+
+
+def mark(holds: bool) -> str:
+    return HOLDS if holds else BROKEN
+
+
+def faster(row: dict) -> tuple[str, str]:
+    if row["times_do_not_compare"]:
+        return BROKEN, row["times_do_not_compare"]
+    time, p = row["time"].mean, row["time_p_holm"]
+    shown_faster = READ if not row["machines_known"] else HOLDS
+    evidence = f"{time:+.3f} s, p = {figure(p) or 'undefined'}"
+    return shown_faster if p < P and time < 0 else BROKEN, evidence
+
+
+def same_data(a: RunLog, b: RunLog) -> tuple[str, str]:
+    """Whether sources and shards are the same, as far as the logs say."""
+    if shards := verdict.other_tokens(a, b):
+        return BROKEN, f"other tokens in {names(shards)}"
+    found, evidence = same_folder(a, b, "data/")
+    if found == HOLDS and not (a.shards and b.shards):
+        return READ, f"{evidence}; the logs do not say what the shards hold"
+    return found, evidence
 
 
 def same_folder(a: RunLog, b: RunLog, folder: str) -> tuple[str, str]:
@@ -258,7 +274,7 @@ def snippet(baseline: dict, row: dict, target: float) -> list[str]:
 
 
 def for_json(value):
-    """nan, which JSON has not, as null; named tuples as objects."""
+    """JSON has no nan: it becomes null. Named tuples become objects."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -294,14 +310,13 @@ def main(argv: list[str] | None = None) -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
-    add(
-        "groups", nargs="+", metavar="LOGS", help="a log, folder or glob; the first is the baseline"
-    )
+    first = "a log, folder or glob; the first is the baseline"
+    add("groups", nargs="+", metavar="LOGS", help=first)
     add("--target", type=float, help="the loss to be below (3.28; the demo's, of bytes, 1.22)")
     add("--pairs", action="store_true", help="runs that alternated: compare seed by seed")
     add("--at", type=int, metavar="STEP", help="as if the runs had ended at this step")
     add("--source", action="store_true", help="diff of sources and environments")
-    add("--rules", action="store_true", help="the rules of a record, with what the logs tell")
+    add("--rules", action="store_true", help="the rules of a record, with what the logs say")
     add("--snippet", action="store_true", help="row and figures for the public speedrun's README")
     add("--plot", metavar="PNG", help="draw losses and step times into this file")
     add("--json", action="store_true", help="all figures, for programs")
@@ -318,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
         in_bytes = groups[0].runs[0].settings.get("encoding") == "'bytes'"
         options.target = 1.22 if in_bytes else 3.28
     if options.plot:
-        from plot import draw
+        from plot import draw  # matplotlib takes a second to import
 
         draw(groups, options.target, options.plot, options.pairs)
     print_all(groups, options)

@@ -9,8 +9,8 @@ from runlog import RunLog
 from t_tests import Difference, mean, sigma
 
 ALIKE = 1.25  # slopes are averaged over spans of steps whose lengths differ by no more
-FAR = 1 / 4  # of the steps: a gain worth more is too far along a straight line for a test
-ENDING = 1 / 20  # of the steps: the slope of the loss is measured over at least these last ones
+FAR = 1 / 4  # share of the steps: a gain worth more is too far along a straight line for a test
+ENDING = 1 / 20  # share of the steps, the last ones, over which the slope is measured at least
 
 
 class EqualLoss(NamedTuple):
@@ -18,9 +18,9 @@ class EqualLoss(NamedTuple):
 
     slope: float  # the loss that a step takes off near the end, of both groups; above 0
     over: int  # the steps that it is measured over
-    steps: float  # that the new runs could end earlier, with the baseline's loss; or later, < 0
-    pace: float  # seconds a step of the new runs there
-    time: Difference | None  # of the times at equal loss; None: not comparable, or far
+    steps: float  # by so many the new runs could end earlier, at the baseline's loss; < 0: later
+    pace: float  # seconds a step, in the new runs, over those last steps
+    time: Difference | None  # in time at equal loss; None: not comparable, or far
     far: bool
 
 
@@ -36,7 +36,7 @@ def ending(run: RunLog) -> tuple[int, float, float] | None:
 
 
 def equal_loss(a: Group, b: Group, times_compare: bool, pairs: bool) -> EqualLoss | None:
-    """None: fewer than two runs of each tell a slope, or losses do not fall near the end.
+    """None if fewer than two runs of each have a slope, or losses do not fall near the end.
 
     A run's time at the baseline's loss is its time + (its loss − that) × pace / slope. The error
     of the slope is added: error² + (Δloss × pace × slope's error / slope²)².
@@ -45,7 +45,7 @@ def equal_loss(a: Group, b: Group, times_compare: bool, pairs: bool) -> EqualLos
     if min(map(len, endings)) < 2 or None in endings[0] + endings[1]:
         return None
     over = min(steps for group in endings for steps, _, _ in group)
-    # Curves flatten: a slope over many more steps is another.
+    # Curves flatten: over many more steps the slope is steeper.
     slopes = [[x for steps, x, _ in group if steps <= ALIKE * over] for group in endings]
     slopes = [group for group in slopes if len(group) > 1]
     slope = mean([mean(group) for group in slopes])

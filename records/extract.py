@@ -22,10 +22,10 @@ def path_fault(name: str) -> str:
     parts = name.split("/")
     if not name.isprintable() or "\\" in name or ":" in name:
         return "has a character that no path of a source has"
-    if any(part in ("", ".", "..") for part in parts):  # an absolute path has an empty one
+    if any(part in ("", ".", "..") for part in parts):  # an absolute path has an empty part
         return "leaves the folder"
     if not name.endswith(".py") or any(part.startswith(".") for part in parts):
-        return "is no Python file"  # such as .git/config, by which Git runs commands
+        return "is no Python file"  # .git/config, for one, names commands that Git runs
     return ""
 
 
@@ -43,6 +43,7 @@ def extract(log_path: Path, folder: Path, force: bool = False) -> list[Path]:
             raise ExtractError(f"{log_path}: its source {name!r} {fault}: nothing written")
     if folder.is_dir() and any(folder.iterdir()) and not force:
         raise ExtractError(f"{folder} is not empty: name another, or --force to overwrite")
+    # All checks come before the first write: a refused log leaves nothing behind.
     paths = [folder / name for name in log.sources]
     for path in paths:
         inside = [path, *path.parents][: len(path.relative_to(folder).parts)]

@@ -1,4 +1,4 @@
-"""Groups of runs: which logs an argument names, which of them share a mean, what is set aside."""
+"""Groups of runs: the logs that an argument names, those that share a mean, those set aside."""
 
 import glob
 import io
@@ -47,9 +47,9 @@ class Group:
 
 
 def find_logs(argument: str) -> list[Path]:
-    """The logs that a path, a folder or a glob names, sorted; of a record's folder the record's.
+    """The logs that a path, a folder or a glob names, sorted. Raises InputError if there is none.
 
-    Raises InputError if there is none.
+    A record's folder names the record's own logs, not those of its baseline.
     """
     path = Path(argument)
     if path.is_dir():
@@ -67,7 +67,7 @@ def find_logs(argument: str) -> list[Path]:
 
 
 def short_names(arguments: list[str]) -> list[str]:
-    """The last parts of the paths, as many as tell the arguments apart."""
+    """The last parts of the paths, as many as it takes to tell the arguments apart."""
     parts = [Path(argument).parts or (argument,) for argument in arguments]
     for count in range(1, max(map(len, parts)) + 1):
         names = [shown("/".join(part[-count:])) for part in parts]
@@ -82,6 +82,7 @@ def gather_all(arguments: list[str], at: int | None = None) -> list[Group]:
     for name, argument in zip(short_names(arguments), arguments):
         paths = find_logs(argument)
         for path in paths:
+            # A log in two groups would make them alike.
             owner = owners.setdefault(path.resolve(), argument)
             if owner != argument:
                 raise InputError(f"{path} belongs to {owner} and to {argument}: name it once")
@@ -101,7 +102,7 @@ def code(source: bytes) -> tuple[str, ...]:
     """The source's tokens without comments, empty lines and docstrings."""
     try:
         tokens = list(tokenize.tokenize(io.BytesIO(source).readline))
-    except (tokenize.TokenError, SyntaxError):  # of another Python: compared byte for byte
+    except (tokenize.TokenError, SyntaxError):  # another Python's: compared byte for byte
         return (source.decode("utf-8", "replace"),)
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
     tokens = [token for token in tokens if token.type not in layout]
@@ -112,6 +113,7 @@ def code(source: bytes) -> tuple[str, ...]:
             kept += statement
             statement = []
         elif token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
+            # A string and its line's end: a docstring, which computes nothing.
             only_string = len(statement) == 2 and statement[0][-1:] in "'\""
             kept += [] if only_string else statement
             statement = []
@@ -119,12 +121,12 @@ def code(source: bytes) -> tuple[str, ...]:
 
 
 def same_code(a: bytes | None, b: bytes | None) -> bool:
-    """None: there is no such file."""
+    """Whether two files compute the same; None: there is no such file."""
     return a == b or None not in (a, b) and code(a) == code(b)
 
 
 def changed_files(a: RunLog, b: RunLog, folder: str = "") -> list[str]:
-    """The sources below a folder that differ; scripts are compared whatever their names."""
+    """The sources below a folder that differ. The scripts are compared whatever their names."""
     before, after = ({**log.sources, "": log.script[1]} for log in (a, b))
     for log, sources in ((a, before), (b, after)):
         sources.pop(log.script[0], None)
@@ -132,8 +134,8 @@ def changed_files(a: RunLog, b: RunLog, folder: str = "") -> list[str]:
     return sorted(name or b.script[0] for name in differ if name.startswith(folder))
 
 
-def kind(log: RunLog) -> dict[str, object]:
-    """What runs that share a mean have in common, by what it is."""
+def experiment(log: RunLog) -> dict[str, object]:
+    """What runs that share a mean have in common, by name."""
     files = {**log.sources, "": log.script[1]}
     files.pop(log.script[0], None)
     sources = {name: code(source) for name, source in files.items()}
@@ -143,13 +145,13 @@ def kind(log: RunLog) -> dict[str, object]:
         "settings": log.recipe_settings,
         "steps": log.steps,
         "shards": log.shards,
-        "changes of source at a resumption": log.source_changes,
+        "changes of source when resumed": log.source_changes,
         **made,
     }
 
 
 def differing(a: dict, b: dict) -> str:
-    """In what two kinds differ, in words."""
+    """How two experiments differ, in words."""
     said = []
     for name in dict.fromkeys((*a, *b)):
         before, after = a.get(name), b.get(name)
@@ -166,58 +168,49 @@ def differing(a: dict, b: dict) -> str:
     return shown(", ".join(said))
 
 
-def figures(log: RunLog) -> tuple:
-    """Its times and losses: no two runs have the same."""
-    return (*log.times.items(), *log.validations)
-
-
 def choose(name: str, argument: str, logs: list[RunLog]) -> Group:
-    """The runs among these logs that are of the kind that most are; single others are set aside.
+    """The runs of the experiment that most of these logs belong to; single others are set aside.
 
-    Raises InputError if no run is complete, or if which kind is meant is not clear.
+    Raises InputError if no run is complete, or if no experiment has most of the runs.
     """
     group, seen = Group(name), {}
-    kinds: list[tuple[dict, list[RunLog]]] = []
+    found: list[tuple[dict, list[RunLog]]] = []
     for log in logs:
         if log.fault:
             group.aside.append((log, log.fault))
             continue
-        if figures(log) in seen:
-            group.aside.append((log, f"the same run as {seen[figures(log)]}"))
+        figures = (*log.times.items(), *log.validations)  # no two runs share all of them
+        if figures in seen:
+            group.aside.append((log, f"the same run as {seen[figures]}"))
             continue
-        seen[figures(log)] = log.path
-        its_kind = kind(log)
-        for known, runs in kinds:
-            if known == its_kind:
-                runs.append(log)
-                break
-        else:
-            kinds.append((its_kind, [log]))
-    if not kinds:
+        seen[figures] = log.path
+        its_own = experiment(log)
+        runs = next((runs for known, runs in found if known == its_own), None)
+        if runs is None:
+            found.append((its_own, runs := []))
+        runs.append(log)
+    if not found:
         raise InputError(f"{argument}: no complete run among these:\n{group.aside_lines()}")
-    kinds.sort(key=lambda item: -len(item[1]))
-    (usual, group.runs), *others = kinds
+    found.sort(key=lambda item: -len(item[1]))
+    (usual, group.runs), *others = found
     complete = len(group.runs) + sum(len(runs) for _, runs in others)
     if 2 * len(group.runs) <= complete or any(len(runs) > 1 for _, runs in others):
-        raise InputError(several_kinds(argument, kinds))
+        raise InputError(several_experiments(argument, found))
     for other, runs in others:
         group.aside += [(run, f"unlike the others: {differing(usual, other)}") for run in runs]
     return group
 
 
-def several_kinds(argument: str, kinds: list[tuple[dict, list[RunLog]]]) -> str:
-    lines = []
-    for other, runs in kinds:
-        what = f": {differing(kinds[0][0], other)}" if lines else ""
+def several_experiments(argument: str, found: list[tuple[dict, list[RunLog]]]) -> str:
+    lines = [f"{argument}: runs of {len(found)} experiments, which share no mean:"]
+    for i, (other, runs) in enumerate(found):
+        what = f": {differing(found[0][0], other)}" if i else ""
         lines.append(f"  {plural(len(runs), 'run')} ({names([x.path for x in runs])}){what}")
-    return (
-        f"{argument}: runs of {len(kinds)} kinds, which share no mean:\n" + "\n".join(lines) + "\n"
-        "Name the logs of one kind: a folder, or a glob in quotes."
-    )
+    return "\n".join([*lines, "Name the logs of one: a folder, or a glob in quotes."])
 
 
 def different_machines(runs: list[RunLog]) -> list[str]:
-    """In what the machines of runs differ, as far as their logs tell."""
+    """How the machines of runs differ, as far as their logs say."""
     found = []
     for name in MACHINE:
         values = dict.fromkeys(run.facts[name] for run in runs if name in run.facts)
@@ -228,6 +221,7 @@ def different_machines(runs: list[RunLog]) -> list[str]:
 
 
 def machine_known(runs: list[RunLog]) -> bool:
+    """Whether each log holds a fact that tells machines apart; a public log may hold none."""
     return all({"host", "driver", "GPU ids", "CPU"} & {*run.facts} for run in runs)
 
 

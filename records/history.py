@@ -1,15 +1,15 @@
-"""The history of records, from the logs in records/*/ and the record.toml beside them.
+"""The history in records/README.md and each record's page, from its logs and its record.toml.
 
-./run.sh records/history.py                     write the tables of records and their pages anew
+./run.sh records/history.py                     write the tables and the pages anew
 ./run.sh records/history.py --check             write nothing; exit code 1 if one is out of date
 ./run.sh records/history.py --picture NAME      draw the pictures of records/NAME/ anew
 
 A record is a folder with logs (*.txt) and a record.toml: description, date (year-month-day),
-contributors (a list), track (what the record is of), target (the loss to be below). The logs of
-its baseline, made on the same machine, lie in its folder baseline/; or baseline = "NAME" names
-another record. pairs = true compares seed by seed; adopted = false lists it among what was tried
-and not adopted. A page is written between its two marks; other text in it stays. public.toml has
-the public speedrun's figures of a track, with the command that makes runs of our own.
+contributors (a list), track (where it was run), target (the loss to be below). The logs of its
+baseline, made on the same machine, lie in its folder baseline/; or baseline = "NAME" names another
+record. pairs = true compares seed by seed; adopted = false lists the folder under "Tried, not
+adopted". A page is written between its two marks; other text in it stays. public.toml has the
+public speedrun's figures for a track.
 """
 
 import argparse
@@ -37,6 +37,7 @@ MARKS = ("<!-- history: written by history.py -->", "<!-- history ends -->")
 PAGE_MARKS = ("<!-- record: written by history.py -->", "<!-- record ends -->")
 PICTURE = "comparison.png"
 PUBLIC = "public.toml"
+DEMO = "demo"  # how a track begins whose folders are versions of the demo, not records
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Record:
 
     folder: Path
     group: Group
-    own_baseline: Group | None  # the logs of its folder baseline/
+    own_baseline: Group | None  # the logs in its folder baseline/
     description: str
     date: str
     contributors: list[str]
@@ -63,7 +64,7 @@ def read_record(folder: Path) -> Record:
     for part in (folder, folder / BASELINE):
         logs = [read_log(log) for log in find_logs(str(part))] if part.is_dir() else []
         for log in logs:
-            log.path = log.path.relative_to(folder)
+            log.path = log.path.relative_to(folder)  # pages name no path of this machine
         name = BASELINE if part.name == BASELINE else folder.name
         groups.append(choose(name, str(part), logs) if logs else None)
     try:
@@ -74,14 +75,14 @@ def read_record(folder: Path) -> Record:
 
 
 def read_records(root: Path) -> dict[str, Record]:
-    """Those of `root`, by name, oldest first."""
+    """The records in `root`, by name, oldest first."""
     found = [read_record(path.parent) for path in root.glob("*/record.toml")]
     found.sort(key=lambda record: (record.date, record.folder.name))
     return {record.folder.name: record for record in found}
 
 
 def compared(record: Record, records: dict[str, Record]) -> list[Group]:
-    """What its page compares: its baseline, if it has one, and its own runs."""
+    """The groups on its page: its baseline, if it has one, and its own runs."""
     baseline = record.own_baseline
     if record.baseline:
         if record.baseline not in records:
@@ -99,50 +100,46 @@ def markdown(text: object) -> str:
 
 
 def fenced(text: str) -> str:
-    """A block of code that no line of the text ends, and without a mark of HTML."""
+    """A block of code that no line of `text` can end and no mark of a page can stand in."""
     return "```\n" + text.replace("```", "'''").replace("<!--", "<! --") + "\n```"
 
 
-def read_public(root: Path) -> dict[str, Any]:
-    """By track: `rows`, and `fill`, the command that makes runs. Raises InputError."""
+def read_public(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """The public speedrun's rows, by track."""
     path = root / PUBLIC
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from None
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def table(records: dict[str, Record], here: str, public: dict[str, Any]) -> str:
-    """The history: a table a track, newest first, public figures last, then what was not adopted.
-
-    here: what leads from the page to the records' folders.
-    """
+def history(records: dict[str, Record], public: dict[str, list[dict[str, Any]]]) -> str:
+    """A table for each track, newest first, public figures last; then what was not adopted."""
     adopted = [record for record in records.values() if record.adopted]
-    tables = {}
+    others = [record for record in records.values() if not record.adopted]
+    sections = []
     for track in sorted({record.track for record in adopted} | public.keys()):
-        tables[track] = [record for record in adopted if record.track == track]
-    tables["Tried, not adopted"] = [record for record in records.values() if not record.adopted]
-    lines = []
-    for title, listed in tables.items():
-        others = public.get(title, {"rows": []})
-        if not listed and not others["rows"]:
-            continue
-        lines += ["", f"### {markdown(title)}", ""]
-        lines.append("| record | time | loss | description | date | log | contributors |")
-        lines.append("|---" * 7 + "|")
-        for number, record in reversed([*enumerate(listed, 1)]):
-            name = str(number) if record.adopted else record.folder.name
-            lines.append(table_row(record, records, name, here))
-        lines += map(public_row, others["rows"])
-        if not listed:
-            lines += ["", f"Not run here yet: `{others['fill']}`, then"]
-            lines.append(f"[its record.toml]({here}README.md#submit-a-record), track {title}.")
-    return "\n".join([*lines, ""]) if lines else "\nNo record yet.\n"
+        listed = [record for record in adopted if record.track == track]
+        rows = [table_row(x, records, str(i)) for i, x in enumerate(listed, 1)]
+        rows = rows[::-1] + [public_row(row) for row in public.get(track, [])]
+        if track.startswith(DEMO):
+            sections.append(table(f"Versions of the {track}", "version", rows))
+        else:
+            sections.append(table(track, "record", rows))
+    rows = [table_row(record, records, record.folder.name) for record in reversed(others)]
+    sections.append(table("Tried, not adopted", "idea", rows))
+    return "".join(sections) or "\nNo record yet.\n"
 
 
-def table_row(record: Record, records: dict[str, Record], name: str, here: str) -> str:
+def table(title: str, what: str, rows: list[str]) -> str:
+    """A section of Markdown; "" without rows."""
+    if not rows:
+        return ""
+    columns = [what, "time", "loss", "description", "date", "log", "contributors"]
+    head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return "\n".join(["", f"### {markdown(title)}", "", *head, *rows, ""])
+
+
+def table_row(record: Record, records: dict[str, Record], name: str) -> str:
     group = compared(record, records)[-1]
-    folder = f"{here}{record.folder.name}"
+    folder = record.folder.name
     mixed = different_machines(group.runs)
     cells = [
         f"[{name}]({folder}/README.md)",
@@ -163,7 +160,7 @@ def public_row(row: dict[str, Any]) -> str:
 
 
 def page(record: Record, records: dict[str, Record]) -> str:
-    """A record's own README.md: what it is, the comparison, how to have it again."""
+    """A record's own README.md: what it is, the comparison, how to run it again."""
     groups = compared(record, records)
     rows = verdict.compare(groups, record.target, record.pairs)
     console = Console(file=io.StringIO(), width=1000, soft_wrap=True, emoji=False)
@@ -201,18 +198,15 @@ def between(path: Path, marks: tuple[str, str], text: str) -> str:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """What README.md of `root`, the one above it if it has a table, and the pages should hold."""
+    """What README.md in `root` and the page of every record should hold."""
     records = read_records(root)
-    public = read_public(root)
-    found = {}
-    for readme, here in ((root / "README.md", ""), (root.parent / "README.md", f"{root.name}/")):
-        if here == "" or (readme.exists() and MARKS[0] in readme.read_text(encoding="utf-8")):
-            found[readme] = between(readme, MARKS, f"{table(records, here, public)}\n")
-    return found | {x.folder / "README.md": page(x, records) for x in records.values()}
+    readme = root / "README.md"
+    texts = {readme: between(readme, MARKS, f"{history(records, read_public(root))}\n")}
+    return texts | {x.folder / "README.md": page(x, records) for x in records.values()}
 
 
 def draw_pictures(record: Record, records: dict[str, Record]) -> None:
-    from plot import draw, draw_loss
+    from plot import draw, draw_loss  # matplotlib takes a second to import
 
     groups = compared(record, records)
     draw(groups, record.target, record.folder / PICTURE, record.pairs)

@@ -15,7 +15,7 @@ import t_tests
 from groups import InputError, different_machines, gather_all
 from t_tests import MOST_RUNS, POWER, P
 
-SIGMA = 0.0014  # of final losses between seeds, in the public speedrun's records
+SIGMA = 0.0014  # final losses between seeds, in the public speedrun's records
 
 
 def plan(difference: float, spread: float, unit: str = "") -> list[str]:
@@ -26,18 +26,18 @@ def plan(difference: float, spread: float, unit: str = "") -> list[str]:
         f"To show, at p < {P:g} with a chance of {POWER:.0%}, at σ = {spread:.2g}{unit}:",
         f"  a difference of {difference:g}{unit} of two means: {each} runs of each",
     ]
-    return (
-        lines if unit else [*lines, f"  a mean loss {difference:g} below the target: {below} runs"]
-    )
+    if not unit:
+        lines.append(f"  a mean loss {difference:g} below the target: {below} runs")
+    return lines
 
 
 def main(argv: list[str] | None = None) -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("difference", type=float, help="of two means, that is to be shown")
+    parser.add_argument("difference", type=float, help="between two means, to be shown")
     parser.add_argument("logs", nargs="?", metavar="LOGS", help="runs whose σ is taken")
     parser.add_argument("--sigma", type=float, help=f"between runs (of losses: {SIGMA:g})")
-    parser.add_argument("--time", action="store_true", help="the difference is one of times, s")
+    parser.add_argument("--time", action="store_true", help="the difference is in time, s")
     options = parser.parse_intermixed_args(argv)
     spread = options.sigma or (None if options.time else SIGMA)
     try:

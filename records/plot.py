@@ -1,4 +1,4 @@
-"""The pictures: of a comparison (compare.py --plot), and of a record (history.py --picture)."""
+"""Pictures of a comparison (compare.py --plot) and of a record (history.py --picture)."""
 
 from pathlib import Path
 
@@ -14,18 +14,18 @@ from groups import Group, plural
 from runlog import RunLog, shown
 from t_tests import CONFIDENCE
 
-matplotlib.use("agg")
+matplotlib.use("agg")  # draws without a display
 
-BINS = 120  # of the step times: single steps are rounded to milliseconds, and noisy
+BINS = 120  # step times are averaged: single ones are noisy, and rounded to milliseconds
 COLOURS = ("#4c5a67", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#66a182")
-LONGEST = 30  # characters of a name
+LONGEST = 30  # characters that a name may have
 
 
 def draw(groups: list[Group], target: float, path: Path | str, pairs: bool = False) -> None:
-    """The groups, the first being the baseline, into an image at `path`.
+    """An image of the groups, the first being the baseline.
 
-    Above: losses against step and time, step times. Below, a line a group: final losses and
-    times, and their differences from the baseline with the intervals of the verdict's tests.
+    Above: losses against step and time, step times. Below, a line for each group: final losses
+    and times, and their differences from the baseline with the intervals of the verdict's tests.
     """
     rows = verdict.compare(groups, target, pairs)
     below = "ddeeffgg" if len(groups) > 1 else "ddddffff"
@@ -54,7 +54,7 @@ def draw(groups: list[Group], target: float, path: Path | str, pairs: bool = Fal
 
 
 def draw_loss(groups: list[Group], target: float, path: Path | str) -> None:
-    """One panel, validation loss against training time, into an image at `path`."""
+    """An image with one panel: validation loss against training time."""
     figure = Figure(figsize=(7.2, 3.6), dpi=110, layout="constrained")
     validations(figure.subplots(), groups, target, by_time=True)
     save(figure, groups, path)
@@ -75,7 +75,7 @@ def save(figure: Figure, groups: list[Group], path: Path | str) -> None:
 
 
 def label(name: str) -> str:
-    """A name that fits; a $ in it begins no formula."""
+    """A name that fits, its $ escaped: matplotlib would begin a formula."""
     name = shown(name)
     return (name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}").replace("$", r"\$")
 
@@ -85,7 +85,7 @@ def colour(i: int) -> str:
 
 
 def note(axes, text: str, y: float) -> None:
-    """Grey text in the middle, at y of the data."""
+    """Grey text in the middle of a panel, at height y in its data."""
     place = {"xycoords": ("axes fraction", "data"), "ha": "center", "va": "center"}
     axes.annotate(text, (0.5, y), fontsize=8, color="#777777", **place)
 
@@ -95,7 +95,7 @@ def note(axes, text: str, y: float) -> None:
 
 
 def validations(axes, groups: list[Group], target: float, by_time: bool) -> None:
-    """Every run's validation losses; cut to the last seven eighths of training."""
+    """Every run's validation losses. The first eighth of training does not set the scale."""
     seen = [target]
     for i, group in enumerate(groups):
         for run in group.runs:
@@ -132,18 +132,18 @@ def step_times(axes, groups: list[Group]) -> None:
 
 
 def line_of_times(run: RunLog) -> tuple[list[int], list[float]]:
-    """Steps and their times, ms, in order; from step 0 if step 1 is told."""
+    """Steps and their times, ms, in order; from step 0 if step 1 is logged."""
     times = {0: 0.0, **run.times} if 1 in run.times else run.times
     steps = sorted(times)
     return steps, [times[step] for step in steps]
 
 
 # ----------------------------------------------------------------------------------------------
-# Final figures: a line a group, the baseline's on top
+# Final figures: a line for each group, the baseline's on top
 
 
 def finals(axes, values: list[list[float]], title: str) -> None:
-    """Every run's as a point; the mean below, with its interval."""
+    """Each run's figure as a point; below them the mean with its interval."""
     for i, found in enumerate(values):
         if not found:
             note(axes, "times of different machines", i)

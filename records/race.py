@@ -1,11 +1,11 @@
-"""Two scripts in alternation, A B, B A, …, with seeds 0, 1, …: what drifts on a machine meets both.
+"""Two scripts in alternation, A B, B A, …, with seeds 0, 1, …, so that a drift meets both.
 
 ./run.sh records/race.py train_gpt.py ideas/idea.py 10 [--logs FOLDER] [-- --option=value …]
 
 The logs are FOLDER/NAME/seed0.txt and so on (logs/race-A-B, named by the scripts). At the end
-they are compared pair by pair. Started again, the race goes on where it ended; the log of a run
-that was cut short is kept as seed0.cut1.txt, which compare.py names, and the run is made again.
-What a run has compiled, the next one of either script takes from the caches of PyTorch and Triton.
+they are compared pair by pair. Started again, the race resumes where it ended; the log of a run
+that was cut short is kept as seed0.cut1.txt, which compare.py names, and the run is repeated.
+Both scripts share the compile caches of PyTorch and Triton, so only the first run compiles.
 """
 
 import argparse
@@ -19,16 +19,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import compare
-from groups import differing, kind
+from groups import differing, experiment
 from runlog import RunLog, read_log, shown
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = [sys.executable, str(ROOT / "runtime/launch.py")]
-OWN = ("seed", "log_dir", "run_id", "resume")  # options that the race gives
+OWN = ("seed", "log_dir", "run_id", "resume")  # options that the race sets
+NEW_RACE = "start a new race with another --logs"
 
 
 class RaceError(Exception):
-    """Why it cannot go on; the message says what to do."""
+    """Why the race stops; the message says what to do."""
 
 
 def order(count: int) -> list[tuple[int, int]]:
@@ -64,11 +65,11 @@ def set_aside(log: Path) -> None:
 
 
 def check_alike(log: RunLog, first: RunLog) -> None:
-    """Raise RaceError if two runs of one script were made of other sources, settings or data."""
-    differ = differing(kind(first), kind(log))
+    """Raise RaceError if two runs of one script differ in sources, settings or data."""
+    differ = differing(experiment(first), experiment(log))
     if differ:
-        other = "start a new race with another --logs, or move this log away"
-        raise RaceError(f"{log.path} differs from {first.path}: {differ}: {other}")
+        what = f"{log.path} differs from {first.path}: {differ}"
+        raise RaceError(f"{what}: {NEW_RACE}, or move this log away")
 
 
 def check_options(folder: Path, options: list[str]) -> None:
@@ -83,31 +84,28 @@ def check_options(folder: Path, options: list[str]) -> None:
 
 
 def race(scripts: list[Path], count: int, folder: Path, options: list[str]) -> None:
-    """Make the runs that are not there. Raises RaceError."""
-    names, sources = names_of(scripts), [script.read_bytes() for script in scripts]
+    """Make the runs that are missing. Raises RaceError."""
+    names = names_of(scripts)
+    sources = [script.read_bytes() for script in scripts]  # an edit from now on ends the race
     check_options(folder, options)
     firsts: dict[int, RunLog] = {}
     for i, (which, seed) in enumerate(order(count), 1):
         path = folder / names[which] / f"seed{seed}.txt"
         log = read_log(path) if path.exists() else None
         if log and not log.fault and log.script[1] != sources[which]:
-            raise RaceError(
-                f"{path} is of another version of {scripts[which].name}: start a new race with "
-                f"another --logs, or move that folder away"
-            )
+            what = f"{path} is from another version of {scripts[which].name}"
+            raise RaceError(f"{what}: {NEW_RACE}, or move that folder away")
         if log and log.fault:
-            print(f"race: {shown(f'{path}: {log.fault}')}: made again", flush=True)
+            print(f"race: {shown(f'{path}: {log.fault}')}: run again", flush=True)
             set_aside(path)
         if not log or log.fault:
             if scripts[which].read_bytes() != sources[which]:
-                raise RaceError(
-                    f"{scripts[which]} has changed since the race began: start a new one"
-                )
+                raise RaceError(f"{scripts[which]} has changed since the race began: {NEW_RACE}")
             print(f"race: run {i} of {2 * count}: {names[which]}, seed {seed}", flush=True)
             own = [f"--seed={seed}", f"--log_dir={path.parent}", f"--run_id={path.stem}"]
             code = train([*LAUNCH, str(scripts[which]), *options, *own])
             if code:
-                raise SystemExit(code if code > 0 else 128 - code)  # the run has said why
+                raise SystemExit(code if code > 0 else 128 - code)  # the run has printed why
             log = read_log(path)
         if log.fault:
             raise RaceError(f"{path}: {log.fault}, though its run ended with code 0")
@@ -128,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     chosen = parser.parse_args(argv[:split])
     given = [name for name in OWN if any(x.split("=")[0] == f"--{name}" for x in options)]
     if given:
-        parser.error(f"--{given[0]} is the race's to give")
+        parser.error(f"--{given[0]}: the race sets it")
     scripts = [script.resolve() for script in chosen.scripts]
     if missing := [script for script in scripts if not script.is_file()]:
         parser.error(f"no such script: {missing[0]}")

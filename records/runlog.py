@@ -8,7 +8,7 @@ and the settings; another rule; then lines such as
     step:251/1765 train_time:8345ms step_avg:33.25ms grad_norm:1.23
 
 A step line may have further `name:value` columns. What is missing or malformed in a log raises
-nothing: it is said in RunLog.fault and RunLog.problems.
+nothing: RunLog.fault and RunLog.problems say it.
 """
 
 import ast
@@ -35,15 +35,14 @@ BANNER_LINES = re.compile(rb"\n-{40}\n# *([^\s][^\n]*\.py)\n-{40}\n")
 SETTINGS_LINE = re.compile(r"^(\S.*?\.py) (\w+\(.*\))$", re.MULTILINE)
 STEP_LINE = re.compile(r"step:(\d+)/(\d+)((?: [^\s:]+:\S+)+) *")
 SAMPLE = "\nsample, after a prompt"  # the title of free text, in which anything may stand
-ERROR_LINE = re.compile(
-    r"^(?:\[rank\d+\]: ?)?(?:error: |[\w.]*(?:Error|Exception)\b).*$", re.MULTILINE
-)
+# The run's own line, or the last line of a traceback, by any rank.
+ERROR = r"^(?:\[rank\d+\]: ?)?(?:error: |[\w.]*(?:Error|Exception)\b).*$"
+ERROR_LINE = re.compile(ERROR, re.MULTILINE)
 RESUMED = re.compile(r"^resumed at step (\d+) from .*$", re.MULTILINE)
 CUDA_DEVICE = re.compile(r"Properties\(name='([^'\n]+)'(?:[^\n]*?\buuid=([\w-]+))?")
 # A row of nvidia-smi's table of GPUs: index, name, persistence mode, bus id.
-SMI_ROW = re.compile(
-    r"^\| +\d+ +(\S[^|\n]*?) +(?:On|Off|N/A) *\| +([\dA-Fa-f:]+\.\d) ", re.MULTILINE
-)
+SMI_GPU = r"^\| +\d+ +(\S[^|\n]*?) +(?:On|Off|N/A) *\| +([\dA-Fa-f:]+\.\d) "
+SMI_ROW = re.compile(SMI_GPU, re.MULTILINE)
 SHARD = re.compile(r"""(?:^|, )('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+") ([0-9a-f]{8})\b""")
 FACTS = {
     "Python": r"^(?:Running )?Python (\S+)",
@@ -56,26 +55,19 @@ FACTS = {
     "platform": r"^(.+), \d+ ranks$",
     "ranks": r", (\d+) ranks$",
     "CPU": r"^cpu: (.+)",
-    "products": r"^products: (.+)",
-    "instructions": r"^products: .*, on (\S+)$",  # of CPUs of one name
+    "matmuls": r"^(?:matmuls|products): (.+)",  # "products" until 2026-11-29
+    # What a CPU computes with: two machines of one CPU's name may differ in it.
+    "instructions": r"^(?:matmuls|products): .*, on (\S+)$",
     "variables": r"^variables: (.+)",
 }
-MADE_WITH = ("PyTorch", "CUDA", "Triton", "attention", "ranks", "GPUs")  # runs of one mean share it
-MACHINE = (
-    "host",
-    "driver",
-    "platform",
-    "CPU",
-    "instructions",
-    "ranks",
-    "GPUs",
-    "GPU ids",
-)  # where times compare
+# Facts that runs of one mean share; facts in which machines agree whose times compare.
+MADE_WITH = ("PyTorch", "CUDA", "Triton", "attention", "ranks", "GPUs")
+MACHINE = ("host", "driver", "platform", "CPU", "instructions", "ranks", "GPUs", "GPU ids")
 
 
 @dataclass
 class RunLog:
-    """One log. Step 1 is the first update; times are training time since the start, in ms."""
+    """One log. Step 1 is the first update; times are training times since the start, in ms."""
 
     path: Path
     sources: dict[str, bytes] = field(default_factory=dict)  # by path; the script first
@@ -120,7 +112,7 @@ class RunLog:
 
     @property
     def recipe_settings(self) -> dict[str, str]:
-        """Those in which runs of one experiment agree; of `data` the last folder's name."""
+        """The settings that runs of one experiment share. `data` counts by its last folder."""
         kept = {name: x for name, x in self.settings.items() if name not in OWN_OF_A_RUN}
         if "data" in kept:
             kept["data"] = repr(PurePath(kept["data"].strip("'\"")).name)
@@ -135,7 +127,7 @@ class RunLog:
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """Versions, devices, host, ranks. Of a resumed run all that it was: "this then that"."""
+        """Versions, devices, host, ranks. A resumed run may have two of one: "this then that"."""
         found: dict[str, list[str]] = {}
         for name, value in (item for part in self.parts for item in part_facts(part).items()):
             if value not in found.setdefault(name, []):
@@ -144,7 +136,7 @@ class RunLog:
 
     @cached_property
     def shards(self) -> dict[str, str]:
-        """The CRC-32 of each shard that the run has read, by name, if the log tells."""
+        """The CRC-32 of each shard that the run has read, by name, where logged."""
         line = re.search(r"^shards: (.+)$", self.environment, re.MULTILINE)
         return {name[1:-1]: crc for name, crc in SHARD.findall(line[1] if line else "")}
 
@@ -218,7 +210,7 @@ def parses(source: bytes) -> bool:
 def split_sources(text: bytes, environment: str) -> dict[str, bytes]:
     """The files that banners join, by path. The environment's last line names the script.
 
-    A banner in a string of a source is none: the source does not parse up to there.
+    A banner may also stand in a string of a source. The source does not parse up to that one.
     """
     settings = SETTINGS_LINE.search(environment)
     name = settings[1] if settings else "train_gpt.py"
@@ -255,10 +247,10 @@ def late_sources(body: bytes) -> dict[str, bytes]:
 
 
 def read_steps(body: str, log: RunLog) -> None:
-    """Fill in what the step lines say, and the fault if that is not a complete run."""
+    """Fill in the figures of the step lines, and the fault if the run is not complete."""
     text, sample, _ = f"\n{body}".partition(SAMPLE)
     if not sample:
-        text = text[: text.rfind("\n")]  # the last line is written to still, or cut
+        text = text[: text.rfind("\n")]  # the last line may be half written
     last, fault = -1, ""
     for line in text.split("\n"):
         match = STEP_LINE.fullmatch(line)
@@ -288,9 +280,8 @@ def wrong_figure(log: RunLog) -> str:
     """A time that no clock can have shown, or a loss that is not finite; "" if there is none."""
     before = 0.0
     for step, time in log.times.items():
-        if (
-            not isfinite(time) or time < 0.99 * before - 1
-        ):  # two readings of a step may differ a bit
+        # Two readings of one step may differ a bit.
+        if not isfinite(time) or time < 0.99 * before - 1:
             return f"wrong time: {time:g} ms at step {step}, after {before:g} ms"
         before = time
     for step, loss, _ in log.validations:
@@ -316,9 +307,10 @@ def at_step(log: RunLog, step: int) -> RunLog:
     kept = [validation for validation in log.validations if validation[0] <= step]
     times = {at: time for at, time in log.times.items() if at <= step}
     cut = replace(log, validations=kept, times=times, total=step)
+    # A run that crashed later was complete up to here; a wrong figure stays a fault.
     if log.fault.startswith(("crashed at", "cut short at")) or not log.fault:
         cut.fault = ""
         if not kept or kept[-1][0] != step:
-            told = ", ".join(str(at) for at, _, _ in log.validations) or "none"
-            cut.fault = f"not validated at step {step}, but at {told}"
+            validated = ", ".join(str(at) for at, _, _ in log.validations) or "none"
+            cut.fault = f"not validated at step {step}, but at {validated}"
     return cut

@@ -13,14 +13,14 @@ from scipy import stats
 
 P = 0.01  # the significance that a record needs
 POWER = 0.8  # the chance of reaching it at which a number of runs is enough
-CONFIDENCE = 0.95  # of intervals
+CONFIDENCE = 0.95  # the level of intervals
 RANGE = 0.8  # the interval of a difference from which a number of runs is estimated
-LEAST_RUNS = 5  # fewer say too little of σ to tell how many runs are enough
+LEAST_RUNS = 5  # fewer say too little about σ to estimate how many runs are enough
 MOST_RUNS = 10_000
 
 
 class Difference(NamedTuple):
-    """Of two means, new minus baseline; its standard error, two-sided p and interval."""
+    """Between two means, new minus baseline: standard error, two-sided p and interval."""
 
     mean: float
     error: float = math.nan
@@ -67,7 +67,7 @@ def paired(a: list[float], b: list[float]) -> Difference:
 
 
 def difference_of(size: float, result) -> Difference:
-    """size: the difference of which scipy's result is the test."""
+    """size: the difference that scipy's result tests."""
     low, high = result.confidence_interval(CONFIDENCE)
     error = (high - low) / 2 / stats.t.ppf((1 + CONFIDENCE) / 2, result.df)
     figures = (error, result.df, result.pvalue, low, high)
@@ -75,7 +75,7 @@ def difference_of(size: float, result) -> Difference:
 
 
 def with_error(size: float, error: float, freedom: float) -> Difference:
-    """The t-test of a difference whose standard error is known otherwise."""
+    """The t-test of a difference whose standard error was computed elsewhere."""
     p = 2 * stats.t.sf(abs(size) / error, freedom)
     half = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error
     return Difference(size, error, freedom, float(p), float(size - half), float(size + half))
@@ -105,13 +105,13 @@ def holm(ps: list[float]) -> list[float]:
 def power(size: float, spreads: list[float], n: int, alpha: float) -> float:
     """How often a t-test of n runs a group shows a true difference of `size`, one-sided alpha.
 
-    spreads: the standard deviation of each group; of one, for a mean or for differences of pairs.
+    spreads: the standard deviation of each group; a single one for a mean or for pairs.
     """
     variances = [spread**2 for spread in spreads]
     error = math.sqrt(sum(variances) / n)
     freedom = (n - 1) * sum(variances) ** 2 / sum(x**2 for x in variances)  # Welch–Satterthwaite
     found = float(stats.nct.sf(stats.t.isf(alpha, freedom), freedom, size / error))
-    return 1.0 if math.isnan(found) else found  # of sizes of many errors
+    return 1.0 if math.isnan(found) else found  # scipy's nan: the size is many errors
 
 
 def runs_for(size: float, spreads: list[float], alpha: float = P / 2) -> int | None:
@@ -124,7 +124,7 @@ def runs_for(size: float, spreads: list[float], alpha: float = P / 2) -> int | N
 
 
 def needed(found: Difference, spreads: list[float], alpha: float = P / 2) -> Needed | None:
-    """Runs of a new set that would show a difference such as the one found; None: unknown."""
+    """Runs of a new set that would show a difference as large as this one; None: unknown."""
     if math.isnan(found.p) or found.mean == 0:
         return None
     half = stats.t.ppf((1 + RANGE) / 2, found.freedom) * found.error

@@ -1,4 +1,4 @@
-"""What is said of a comparison: its figures, and each verdict as sentences that they prove."""
+"""A comparison's figures, its verdicts as sentences that the figures prove, and its cautions."""
 
 import math
 from collections import Counter
@@ -32,7 +32,7 @@ def compare(groups: list[Group], target: float, pairs: bool = False) -> list[dic
 
 
 def own_figures(group: Group, target: float) -> dict:
-    mixed = different_machines(group.runs)  # their times have no mean
+    mixed = different_machines(group.runs)  # such times have no mean
     below = mean(group.losses) - target
     error = sigma(group.losses) / math.sqrt(len(group.runs))
     p_below = t_tests.p_below(group.losses, target)
@@ -83,29 +83,31 @@ def differences(baseline: Group, group: Group, pairs: bool) -> dict:
 
 
 def in_pairs(groups: list[Group]) -> list[Group]:
-    """The groups with the runs of the seeds that all have, in one order; others are set aside.
+    """The groups, each with the runs of the seeds in all of them, in one order; others set aside.
 
-    Raises InputError if logs tell no seeds, if two runs of a group share one, or none is shared.
+    Raises InputError if a log has no seed, if two runs of a group share one, or if no seed is in
+    all groups.
     """
     by_seed: list[dict[str, RunLog]] = []
     for group in groups:
         seeds = [run.settings.get("seed") for run in group.runs]
         if None in seeds or len({*seeds}) < len(seeds):
-            raise InputError(f"{group.name}: pairs need logs that tell seeds, each seed once")
+            raise InputError(f"{group.name}: pairs need logs with seeds, each seed once")
         by_seed.append(dict(zip(seeds, group.runs)))
     shared = [seed for seed in by_seed[0] if all(seed in runs for runs in by_seed)]
     if not shared:
         raise InputError("no seed is in all groups, so there are no pairs: leave out --pairs")
     paired = []
     for group, runs in zip(groups, by_seed):
-        alone = [(runs[seed], "no partner with its seed") for seed in runs if seed not in shared]
+        single = [(runs[seed], "no partner with its seed") for seed in runs if seed not in shared]
         kept = [runs[seed] for seed in shared]
-        paired.append(replace(group, runs=kept, aside=group.aside + alone))
+        paired.append(replace(group, runs=kept, aside=group.aside + single))
     return paired
 
 
 def why_times_do_not_compare(a: Group, b: Group, pairs: bool) -> str:
-    """Why not; empty if they do, as far as the logs tell."""
+    """The reason; empty if they compare, as far as the logs say."""
+    # In a pair only the two runs must share a machine: each pair may have its own.
     together = zip(a.runs, b.runs, strict=True) if pairs else [a.runs + b.runs]
     for runs in together:
         if differ := different_machines([*runs]):
@@ -121,10 +123,9 @@ def cautions(group: Group) -> list[str]:
     found = []
     seeds = Counter(run.settings["seed"] for run in group.runs if "seed" in run.settings)
     if repeated := [seed for seed, count in seeds.items() if count > 1]:
-        found.append(
-            f"runs of {group.name} share seeds ({', '.join(repeated)}): they are not independent, "
-            "so σ and p tell nothing of other seeds"
-        )
+        shared = f"runs of {group.name} share seeds ({', '.join(repeated)})"
+        found.append(f"{shared}: not independent, so σ and p say nothing about other seeds")
+    # A run resumed at its last step trained nothing since.
     resumed = [run for run in group.runs if any(step < run.total for step in run.resumed_at)]
     if resumed:
         how = ", with changed source" if any(run.source_changes for run in resumed) else ""
@@ -144,12 +145,12 @@ def cautions_of_both(a: Group, b: Group, pairs: bool, why_not: str) -> list[str]
     if not pairs and fewest < most and (fewest < LEAST_RUNS or most > 2 * fewest):
         found.append(f"{len(a.runs)} runs against {len(b.runs)}: p may be too small")
     if not why_not and not machine_known(a.runs + b.runs):
-        found.append("the logs do not tell their machines: times compare only if it was one")
+        found.append("the logs do not name their machines: times compare only if it was one")
     return found
 
 
 def other_tokens(a: RunLog, b: RunLog) -> list[str]:
-    """Shards of b in whose place a read other tokens. One may have read more of them."""
+    """Shards of b in whose place a read other tokens. One run may have read more shards."""
     found = []
     for split in ("_train_", "_val_"):
         before, after = ([x for x in sorted(log.shards) if split in x] for log in (a, b))
@@ -182,7 +183,7 @@ def about_time(row: dict) -> str:
 
 
 def tested(row: dict, what: str, words: tuple[str, str], digits: int, unit="", share="") -> str:
-    """A difference and its test. words: for below 0, for above; share: in per cent."""
+    """A difference and its test. words: for below 0, for above 0; share: in per cent."""
     found: Difference = row[what]
     p, tests = row[f"{what}_p_holm"], row[f"{what}_tests"]
     word = words[found.mean > 0]
@@ -193,9 +194,8 @@ def tested(row: dict, what: str, words: tuple[str, str], digits: int, unit="", s
     tail = f"p = {figure(p)}"
     tail += f" (Holm, {tests} ideas)" if tests > 1 else ""
     tail += ", in pairs" if row["pairs"] else ""
-    interval = (
-        f"{CONFIDENCE:.0%} interval {found.low:+.{digits}f} to {found.high:+.{digits}f}{unit}"
-    )
+    ends = f"{found.low:+.{digits}f} to {found.high:+.{digits}f}{unit}"
+    interval = f"{CONFIDENCE:.0%} interval {ends}"
     if p < P:
         return f"{word.upper()} by {abs(found.mean):.{digits}f}{unit}{share}, {interval}, {tail}"
     either = " or ".join(words)
@@ -204,11 +204,11 @@ def tested(row: dict, what: str, words: tuple[str, str], digits: int, unit="", s
 
 def about_equal_loss(row: dict, equal: EqualLoss) -> str:
     """What the difference in loss is worth in steps and seconds, and the times at equal loss."""
-    said = (
-        f"at equal loss: its loss {'is worth' if equal.steps >= 0 else 'costs'} "
-        f"{abs(equal.steps):.1f} steps, {abs(equal.steps * equal.pace):.3f} s at {1000 * equal.pace:.2f} ms "
-        f"a step (slope {equal.slope:.3g} a step over the last {equal.over})"
-    )
+    verb = "is worth" if equal.steps >= 0 else "costs"
+    seconds = abs(equal.steps * equal.pace)
+    said = f"at equal loss: its loss {verb} {abs(equal.steps):.1f} steps, {seconds:.3f} s at "
+    said += f"{1000 * equal.pace:.2f} ms a step "
+    said += f"(slope {equal.slope:.3g} a step over the last {equal.over})"
     if equal.far:
         return f"{said}: not tested, too far along a straight line"
     if not equal.time:
@@ -232,23 +232,23 @@ def about_target(row: dict, target: float) -> str:
 
 
 def enough(needs: Needed | None, runs: int, what: str) -> str:
-    """How many runs of a new set would settle it. runs: there are now, at least, of each."""
+    """How many runs of a new set would settle it. runs: the present number, at least, of each."""
     if runs < LEAST_RUNS or needs is None:
         return f"fewer than {LEAST_RUNS} runs are too few to say how many would settle it"
     if needs.about is None:
         return f"{MOST_RUNS:,} {what} would not settle it"
     high = f"{needs.high:,}" if needs.high else f"over {MOST_RUNS:,}"
-    return (
-        f"a new set of about {needs.about:,} {what} would settle it with a chance of "
-        f"{POWER:.0%} ({needs.low:,} to {high} within its {RANGE:.0%} interval)"
-    )
+    within = f"({needs.low:,} to {high} within its {RANGE:.0%} interval)"
+    settled = f"a new set of about {needs.about:,} {what} would settle it"
+    return f"{settled} with a chance of {POWER:.0%} {within}"
 
 
 def figure(value: float, form: str = "") -> str:
-    """A number for people, "" for nan. Without a form a p-value, its digits on its side of P."""
+    """A number for people, "" for nan; without a form a p-value."""
     if math.isnan(value):
         return ""
     if form:
         return f"{value:{form}}"
+    # As many digits as keep it on its side of P: 0.00996 is not shown as 0.01.
     texts = (f"{value:{form}}" for form in (".2g", ".3g", ".4g", ".17g"))
     return next(text for text in texts if (float(text) < P) == (value < P))

@@ -18,9 +18,8 @@ def log(tmp_path):
 
 
 def files(folder):
-    return {
-        x.relative_to(folder).as_posix(): x.read_bytes() for x in folder.rglob("*") if x.is_file()
-    }
+    paths = (x for x in folder.rglob("*") if x.is_file())
+    return {x.relative_to(folder).as_posix(): x.read_bytes() for x in paths}
 
 
 def test_every_source_comes_back_at_its_path(log, tmp_path, capsys):
@@ -29,10 +28,11 @@ def test_every_source_comes_back_at_its_path(log, tmp_path, capsys):
     assert f"./run.sh {tmp_path}/again/train_gpt.py" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [
-    "../evil.py", "/tmp/evil.py", "a/../../evil.py", "a//b.py", "./a.py", "C:/evil.py", "a\\b.py",
-    ".git/hooks/x.py", "a\x1b[2Jb.py", "~/\u202eevil.py",
-])  # fmt: skip
+NAMES = ["../evil.py", "/tmp/evil.py", "a/../../evil.py", "a//b.py", "./a.py", "C:/evil.py"]
+NAMES += ["a\\b.py", ".git/hooks/x.py", "a\x1b[2Jb.py", "~/\u202eevil.py"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_path_that_leaves_the_folder_is_refused(name, tmp_path, capsys):
     log = tmp_path / "run.txt"
     log.write_bytes(make_log(SOURCES | {name: b"x = 1\n"}))
@@ -66,19 +66,19 @@ def test_a_link_in_the_folder_leads_nowhere(place, log, tmp_path):
 
 def test_a_log_without_whole_sources_is_refused(tmp_path):
     (tmp_path / "run.txt").write_bytes(make_log()[:80])
-    with pytest.raises(ExtractError, match="cut short within its sources"):
+    with pytest.raises(ExtractError, match="within its sources"):
         extract(tmp_path / "run.txt", tmp_path / "again")
 
 
-@pytest.mark.parametrize(
-    "record, name", [("2026-11-22_Record_61", "runtime/run.py"), ("2026-11-23_AMX", "cpu.py")]
-)
+RECORDS = [("2026-11-22_Record_61", "runtime/run.py"), ("2026-11-23_AMX", "cpu.py")]
+
+
+@pytest.mark.parametrize("record, name", RECORDS)
 def test_the_sources_of_a_record_load_from_their_own_folder(record, name, tmp_path):
     """Without the project's on the path: the modules of the log are enough for the script."""
     extract(ROOT / "records" / record / "seed0.txt", tmp_path)
     assert (tmp_path / name).is_file()
     code = "import train_gpt, runtime.run; print(runtime.run.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert found.stdout.strip() == str(tmp_path / "runtime/run.py"), found.stderr

@@ -1,153 +1,149 @@
-"""Two scripts in alternation; what was interrupted goes on, what has changed meanwhile is said."""
+"""Two scripts in alternation; an interrupted race resumes, a changed script or setting ends it."""
 
+import random
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
-from made_logs import ROOT
+from made_logs import ENVIRONMENT, ROOT, SOURCES, make_log, step_lines
 
 import race
 from runlog import read_log
 
-# In place of runtime/launch.py: it notes the run, and writes the log of the script as it is.
-TRAINER = """
-import pathlib, random, sys
-sys.path[:0] = [{tests!r}]
-from made_logs import ENVIRONMENT, SOURCES, make_log, step_lines
-script, *options = sys.argv[1:]
-given = dict(option[2:].split("=") for option in options)
-folder = pathlib.Path(given["log_dir"])
-folder.mkdir(parents=True, exist_ok=True)
-with open({runs!r}, "a") as file:
-    print(pathlib.Path(script).stem, given["seed"], given.get("lr", ""), file=file)
-source = pathlib.Path(script).read_bytes()
-random.seed(script + given["seed"])
-seed = f"seed={{given['seed']}}"
-environment = ENVIRONMENT.replace("seed=0", seed).replace("lr=0.5", f"lr={{given.get('lr', 0.5)}}")
-lines = step_lines(8, random.uniform(99, 101), random.uniform(3.2, 3.3))
-{extra}
-log = folder / (given["run_id"] + ".txt")
-log.write_bytes(make_log(SOURCES | {{"train_gpt.py": source}}, environment, lines))
-"""
+
+class Trainer:
+    """In place of race.train: notes each run, and writes a log with the script as it is."""
+
+    def __init__(self, folder):
+        self.scripts = [folder / "base.py", folder / "idea.py"]
+        self.logs = folder / "logs"
+        self.runs, self.code, self.triton, self.edits = [], 0, "3.9.0", False
+        for i, path in enumerate(self.scripts):
+            path.write_text(f"import torch\nx = {i}\n")
+
+    def __call__(self, command):
+        _, _, script, *options = command
+        given = dict(option[2:].split("=") for option in options)
+        self.runs.append((Path(script).stem, given["seed"], given.get("lr", "")))
+        random.seed(script + given["seed"])
+        text = ENVIRONMENT.replace("seed=0", f"seed={given['seed']}").replace("3.9.0", self.triton)
+        lines = step_lines(8, random.uniform(99, 101), random.uniform(3.2, 3.3))
+        sources = SOURCES | {"train_gpt.py": Path(script).read_bytes()}
+        if self.edits:
+            self.edit_idea()
+        log = Path(given["log_dir"]) / f"{given['run_id']}.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(make_log(sources, text, lines))
+        return self.code
+
+    def edit_idea(self):
+        self.scripts[1].write_text("import torch\nx = 2\n")
+
+    def race(self, count, *options):
+        race.main([*map(str, self.scripts), str(count), f"--logs={self.logs}", *options])
 
 
 @pytest.fixture
-def scripts(tmp_path, monkeypatch):
-    """Two scripts, and a trainer that takes no time; trainer(extra) has further lines."""
-    paths = [tmp_path / "base.py", tmp_path / "idea.py"]
-    for i, path in enumerate(paths):
-        path.write_text(f"import torch\nx = {i}\n")
-
-    def trainer(extra=""):
-        path = tmp_path / "launch.py"
-        tests = str(ROOT / "tests/records")
-        path.write_text(TRAINER.format(tests=tests, runs=str(tmp_path / "runs"), extra=extra))
-        monkeypatch.setattr(race, "LAUNCH", [sys.executable, str(path)])
-        return path
-
-    trainer()
-    return [str(path) for path in paths], tmp_path / "logs", trainer
+def trainer(tmp_path, monkeypatch):
+    trainer = Trainer(tmp_path)
+    monkeypatch.setattr(race, "train", trainer)
+    return trainer
 
 
-def runs(folder):
-    path = folder.parent / "runs"
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def start(scripts, count, *options):
-    paths, folder, _ = scripts
-    race.main([*paths, str(count), f"--logs={folder}", *options])
-    return folder
-
-
-def test_runs_alternate_with_a_seed_a_pair_and_are_compared_in_pairs(scripts, capsys):
-    folder = start(scripts, 3, "--", "--lr=0.1")
-    expected = ["base 0 0.1", "idea 0 0.1", "idea 1 0.1", "base 1 0.1", "base 2 0.1", "idea 2 0.1"]
-    assert runs(folder) == expected
-    assert {x.name for x in (folder / "idea").iterdir()} == {f"seed{i}.txt" for i in range(3)}
+def test_runs_alternate_with_a_seed_a_pair_and_are_compared_in_pairs(trainer, capsys):
+    trainer.race(3, "--", "--lr=0.1")
+    turns = [
+        ("base", "0"),
+        ("idea", "0"),
+        ("idea", "1"),
+        ("base", "1"),
+        ("base", "2"),
+        ("idea", "2"),
+    ]
+    assert trainer.runs == [(*turn, "0.1") for turn in turns]
     assert "in pairs" in capsys.readouterr().out
-    start(scripts, 4, "--", "--lr=0.1")
-    assert len(runs(folder)) == 8  # the six stay
+    trainer.race(4, "--", "--lr=0.1")
+    assert len(trainer.runs) == 8  # the six stay
 
 
-def test_a_run_that_was_cut_short_is_kept_and_made_again(scripts, capsys):
-    folder = start(scripts, 2)
-    path = folder / "idea" / "seed1.txt"
+def test_a_run_that_was_cut_short_is_kept_and_made_again(trainer, capsys):
+    trainer.race(2)
+    path = trainer.logs / "idea" / "seed1.txt"
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.find(b"step:6/8")])
-    (folder / "idea" / "seed1").mkdir()  # its checkpoints
-    start(scripts, 2)
-    assert runs(folder)[4:] == ["idea 1 "] and not read_log(path).fault
-    assert read_log(folder / "idea" / "seed1.cut1.txt").fault.startswith("cut short at step 5/8")
-    assert (folder / "idea" / "seed1.cut1").is_dir()
+    path.with_suffix("").mkdir()  # its checkpoints
+    trainer.race(2)
+    assert trainer.runs[4:] == [("idea", "1", "")] and not read_log(path).fault
+    assert read_log(path.with_name("seed1.cut1.txt")).fault.startswith("cut short at step 5/8")
+    assert path.with_name("seed1.cut1").is_dir()
     assert "seed1.cut1.txt: cut short" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("which", ["while it runs", "between two starts"])
-def test_a_script_that_is_edited_meanwhile_ends_the_race(which, scripts):
-    paths, folder, trainer = scripts
-    if which == "while it runs":
-        trainer(f"open({paths[1]!r}, 'a').write('y = 1\\n')")
-    else:
-        start(scripts, 1)
-        with open(paths[1], "a") as file:
-            file.write("y = 1\n")
-    with pytest.raises(SystemExit, match="sources|has changed since|another version"):
-        start(scripts, 3)
-    made = ["base 0 "] if which == "while it runs" else ["base 0 ", "idea 0 "]
-    assert runs(folder) == made
+@pytest.mark.parametrize("when", ["while it runs", "between two starts"])
+def test_a_script_that_is_edited_meanwhile_ends_the_race(when, trainer):
+    trainer.edits = when == "while it runs"
+    if not trainer.edits:
+        trainer.race(1)
+        trainer.edit_idea()
+    made = len(trainer.runs) or 1
+    with pytest.raises(SystemExit, match="has changed since|another version"):
+        trainer.race(3)
+    assert len(trainer.runs) == made
 
 
-def test_other_settings_or_versions_are_another_race(scripts):
-    start(scripts, 1)
+def test_other_settings_or_versions_are_another_race(trainer):
+    trainer.race(1)
     with pytest.raises(SystemExit, match="have other options"):
-        start(scripts, 2, "--", "--lr=0.2")
-    scripts[2]("environment = environment.replace('Triton 3.9.0', 'Triton 3.8.0')")
+        trainer.race(2, "--", "--lr=0.2")
+    trainer.triton = "3.8.0"
     with pytest.raises(SystemExit, match="seed1.txt differs from .*seed0.txt: .*Triton"):
-        start(scripts, 2)
+        trainer.race(2)
 
 
-def test_a_run_that_fails_ends_the_race_with_its_code(scripts):
-    scripts[2]("sys.exit(3)")
+def test_a_run_that_fails_ends_the_race_with_its_code(trainer):
+    trainer.code = 3
     with pytest.raises(SystemExit) as stop:
-        start(scripts, 2)
-    assert stop.value.code == 3 and runs(scripts[1]) == ["base 0 "]
+        trainer.race(2)
+    assert stop.value.code == 3 and trainer.runs == [("base", "0", "")]
+
+
+RUN = """
+import signal, sys, time
+def end(number, _):
+    print("ended", flush=True)
+    sys.exit(128 + number)
+for number in (2, 15):
+    signal.signal(number, end)
+print("ready", flush=True)
+time.sleep(120)  # ends a test in which no signal arrives
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_too(number, scripts, tmp_path):
+def test_a_signal_ends_the_run_too(number, trainer, tmp_path):
     """SIGTERM is passed on; Ctrl-C reaches the whole group. The run's own end is waited for."""
-    paths, folder, trainer = scripts
-    program = trainer(
-        "import signal, time\n"
-        "def end(number, _):\n    time.sleep(0.3); open(__file__ + '.ended', 'w'); sys.exit(128 + number)\n"
-        "for number in (2, 15): signal.signal(number, end)\n"
-        "open(__file__ + '.ready', 'w'); time.sleep(60)"
-    )
+    (tmp_path / "launch.py").write_text(RUN)
     code = (
         f"import sys; sys.path.append({str(ROOT / 'records')!r}); import race\n"
-        f"race.LAUNCH = [sys.executable, {str(program)!r}]\n"
-        f"race.main({[*paths, '2', f'--logs={folder}']})"
+        f"race.LAUNCH = [sys.executable, {str(tmp_path / 'launch.py')!r}]\n"
+        f"race.main({[*map(str, trainer.scripts), '2', f'--logs={trainer.logs}']})"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
-        end = time.monotonic() + 60
-        while not (tmp_path / "launch.py.ready").exists() and time.monotonic() < end:
-            time.sleep(0.05)
+        while process.stdout.readline() != "ready\n":
+            assert process.poll() is None
         if number == signal.SIGINT:
             subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)
         else:
             process.send_signal(number)
-        assert process.wait(30) == 128 + number
-        assert (tmp_path / "launch.py.ended").exists()
+        assert process.communicate()[0] == "ended\n" and process.returncode == 128 + number
     finally:
         process.kill()
 
 
-def test_names_of_the_folders(tmp_path):
-    assert race.names_of([tmp_path / "a.py", tmp_path / "b.py"]) == ["a", "b"]
+def test_scripts_of_one_name_have_two_folders(tmp_path):
     assert race.names_of([tmp_path / "x/a.py", tmp_path / "y/a.py"]) == ["a-a", "b-a"]
-    assert race.order(3) == [(0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2)]

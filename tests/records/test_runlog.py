@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from made_logs import BANNER, ENVIRONMENT, ROOT, RULE, SOURCES, make_log, public_log, step_lines
 
-from runlog import at_step, parse_log, read_log
+from runlog import parse_log, read_log
 
 TRAPS = (
     RULE,
@@ -47,19 +47,14 @@ def test_sources_and_figures_read_back_as_they_were_written(names, count, data):
     assert bool(log.fault) == (stop < total) and not log.problems
 
 
-@pytest.mark.parametrize("extra", [" grad_norm:1.23", " grad_norm:1e-3 lr:0.5x"])
-def test_a_column_that_somebody_adds_changes_no_figure(extra):
-    plain, log = parse_log(make_log()), parse_log(make_log(lines=step_lines(extra=extra)))
+def test_what_somebody_prints_beside_the_figures_changes_none():
+    plain = parse_log(make_log())
     between = step_lines().replace(" train_time", " grad_norm:1.2 train_time")
-    for other in (log, parse_log(make_log(lines=between))):
-        assert (other.times, other.validations) == (plain.times, plain.validations)
-        assert other.total == 8 and not other.fault and not other.problems
-
-
-def test_a_line_that_the_script_prints_beside_is_no_figure():
-    lines = "step 3 had the largest gradient\n" + step_lines() + "step:8/8 ema_loss:2.9\n"
-    plain, log = parse_log(make_log()), parse_log(make_log(lines=lines))
-    assert (log.validations, log.times, log.fault) == (plain.validations, plain.times, "")
+    beside = "step 3 had the largest gradient\n" + step_lines() + "step:8/8 ema_loss:2.9\n"
+    after = [step_lines(extra=extra) for extra in (" grad_norm:1.23", " grad_norm:1e-3 lr:0.5x")]
+    for log in (parse_log(make_log(lines=lines)) for lines in (between, beside, *after)):
+        assert (log.times, log.validations) == (plain.times, plain.validations)
+        assert log.total == 8 and not log.fault
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -67,10 +62,8 @@ def test_logs_of_the_public_speedrun_read_exactly(kernels):
     log = parse_log(public_log(kernels=kernels))
     names = ["train_gpt.py", "triton_kernels.py"][: 1 + kernels]
     assert log.sources == {name: SOURCES[name] for name in names}
-    expected = {
-        "Python": "3.12.7", "PyTorch": "2.10.0", "CUDA": "12.6", "Triton": "3.5.0",
-        "driver": "570.10", "GPUs": "8 × NVIDIA H100 80GB HBM3",
-    }  # fmt: skip
+    expected = {"Python": "3.12.7", "PyTorch": "2.10.0", "CUDA": "12.6", "Triton": "3.5.0"}
+    expected |= {"driver": "570.10", "GPUs": "8 × NVIDIA H100 80GB HBM3"}
     assert {name: log.facts[name] for name in expected} == expected
     assert (log.validations, log.fault) == ([(0, 10.8, 0.0), (2, 3.27, 20.0)], "")
 
@@ -87,7 +80,7 @@ def test_every_log_under_records_reads():
 WHOLE, CUT = step_lines(), step_lines(5, total=8)
 
 
-@pytest.mark.parametrize("lines, fault", [
+FAULTS = [
     (CUT, "cut short at step 5/8"),
     (CUT + "Traceback (most …):\nRuntimeError: boom\n", "crashed at step 5/8: Run"),
     (CUT + "error: rank 1 is lost\n", "crashed at step 5/8: error: rank 1 is lost"),
@@ -96,7 +89,10 @@ WHOLE, CUT = step_lines(), step_lines(5, total=8)
     (WHOLE.replace("loss:3.2700", "loss:nan"), "crashed: the validation loss is nan"),
     (WHOLE.replace("train_time:70ms", "train_time:7ms"), "wrong time: 7 ms at step 7"),
     (WHOLE + "step:8/8 val_loss:3.1 train_time:80ms\n", "step 8 has two validation losses"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("lines, fault", FAULTS)
 def test_a_run_that_is_not_complete_says_why(lines, fault):
     assert parse_log(make_log(lines=lines)).fault.startswith(fault)
 
@@ -112,14 +108,14 @@ def test_a_last_line_that_is_still_written_is_not_read():
     assert (max(log.times), log.fault) == (5, "cut short at step 5/8")
 
 
-def test_the_log_as_if_its_run_had_ended_earlier():
-    log = at_step(parse_log(make_log(lines=CUT)), 4)
-    assert (log.fault, log.steps, log.seconds, max(log.times)) == ("", 4, 0.04, 4)
-    fault = at_step(parse_log(make_log()), 5).fault
-    assert "not validated at step 5, but at 0, 4, 8" in fault
+@pytest.mark.parametrize("word", ["matmuls", "products"])
+def test_what_a_cpu_computes_with_by_either_word(word):
+    line = f"{word}: bf16 operands by AMX, fp32 by PyTorch's own library, on AVX512"
+    log = parse_log(make_log(environment=ENVIRONMENT.replace("attention: varlen_attn, FA3", line)))
+    assert (log.facts["matmuls"], log.facts["instructions"]) == (line.partition(": ")[2], "AVX512")
 
 
-def test_a_resumed_run_tells_both_machines_and_its_changed_source():
+def test_a_resumed_run_names_both_machines_and_its_changed_source():
     part = ENVIRONMENT.replace("0bbfd16a", "11111111")
     note = "resumed at step 4 from c/4.pt, with changed source, 2 lines of difference"
     log = parse_log(make_log(environment=f"{ENVIRONMENT}\n{note}\n{part}\n-x = 1\n+x = 2"))
