@@ -37,23 +37,28 @@ NUCLEUS = 0.99
 
 @torch.no_grad()
 def continue_text(
-    manager: Any, prompt: list[int], count: int, temperature: float = TEMPERATURE, seed: int = 0
+    manager: Any,
+    now: Any,
+    prompt: list[int],
+    count: int,
+    temperature: float = TEMPERATURE,
+    seed: int = 0,
 ) -> list[int]:
     """Up to `count` tokens after those of the prompt, which begins with bos_id. The document does not
     end in between; prompt and text together have at most max_tokens.
 
-    manager: a TrainingManager. The same prompt and seed give the same text.
+    manager: a TrainingManager, at the step `now` of its plan. The same prompt and seed give the same text.
     """
     h = manager.h
     model = manager.model.eval()
     device = model.embed.device
     generator = torch.Generator().manual_seed(seed)
+    schedule = manager.advance_schedule(now)._replace(max_doc_len=0)
     tokens = list(prompt)
     for _ in range(min(count, h.max_tokens - len(prompt))):
         inputs = torch.tensor(tokens, dtype=torch.int32, device=device)
         starts = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
-        schedule = manager.forward_schedule()._replace(max_doc_len=0)
-        x = model.hidden_states(inputs, starts, schedule)
+        x = model.trunk(model.look_up(inputs), inputs, starts, schedule)
         logits = softcap(x[-1] @ model.lm_head).float().cpu()[: h.vocab_size]
         logits[h.bos_id] = -math.inf
         heated = ((logits - logits.max()).double() / temperature).float()
@@ -72,13 +77,13 @@ def keep_nucleus(probs: torch.Tensor, nucleus: float) -> torch.Tensor:
     return probs.index_fill(0, outside, 0)
 
 
-def sample_text(manager: Any) -> str:
+def sample_text(manager: Any, now: Any) -> str:
     """How the model continues the first tokens of three validation documents."""
     h = manager.h
     texts = []
     prompts = first_documents(h.data, h.bos_id, 1 + PROMPT_TOKENS, PROMPTS)
     for i, prompt in enumerate(prompts, 1):
-        text = continue_text(manager, prompt, h.sample_tokens, seed=i)
+        text = continue_text(manager, now, prompt, h.sample_tokens, seed=i)
         texts.append(f"[{i}] {decode(prompt[1:], h.encoding)}⟫{decode(text, h.encoding)}")
     return "\n\n".join(texts)
 
@@ -94,8 +99,9 @@ def load_script(path: Path, name: str = "") -> ModuleType:
     return module
 
 
-def load_checkpoint(trainer: ModuleType, resume: str, log_dir: Path) -> Any:
-    """The TrainingManager of a checkpoint, on a GPU if there is one. Raises CheckpointError."""
+def load_checkpoint(trainer: ModuleType, resume: str, log_dir: Path) -> tuple[Any, Any]:
+    """The TrainingManager of a checkpoint, on a GPU if there is one, and its step of the plan. Raises
+    CheckpointError."""
     path, saved = checkpoints.find_checkpoint(resume, log_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = Ranks(0, 1, device)
@@ -110,8 +116,7 @@ def load_checkpoint(trainer: ModuleType, resume: str, log_dir: Path) -> Any:
     if trainer.SOURCES.script.read_text() != next(iter(saved["sources"].values())):
         print(f"{path} was trained by another version of the script", file=sys.stderr)
     checkpoints.load_whole_state(manager, saved["state"], ranks)
-    manager.advance_schedule(saved["step"])
-    return manager
+    return manager, trainer.make_plan(h)[saved["step"]]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -130,14 +135,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.temperature <= 0:
         parser.error("--temperature must be above 0")
     try:
-        manager = load_checkpoint(load_script(args.script), args.checkpoint, args.log_dir)
+        manager, now = load_checkpoint(load_script(args.script), args.checkpoint, args.log_dir)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     h = manager.h
     prompt = [h.bos_id, *encode(args.prompt, h.encoding)]
     if len(prompt) >= h.max_tokens:
         sys.exit(f"error: the prompt has {len(prompt)} tokens, the model takes {h.max_tokens - 1}")
-    text = decode(continue_text(manager, prompt, args.tokens, args.temperature), h.encoding)
+    text = decode(continue_text(manager, now, prompt, args.tokens, args.temperature), h.encoding)
     print(printable(f"{args.prompt}⟫{text}"))
 
 

@@ -1,10 +1,9 @@
 """bankrun: train a GPT-2-class model to a validation loss of 3.28 on FineWeb.
 
-Result so far: the demo on two CPU cores, and 50 steps of record 70's recipe on one H100 (records/).
-The arithmetic is proven on CPUs by ./test.sh: every kernel against a reference, 1 to 16 ranks
-against one. The recipe is public record 84 of github.com/KellerJordan/modded-nanogpt with
-record 88's loss. Its logs of 1365 + 10 steps have a mean loss of 3.27848 on 8 H100s (ten, in
-78.5 s) and of 3.27782 on one (ten, in 595 s).
+The recipe is public record 84 of github.com/KellerJordan/modded-nanogpt with record 88's loss. Its
+public logs of 1365 + 10 steps have a mean loss of 3.27848 on 8 H100s (ten, in 78.5 s) and of 3.27782
+on one (ten, in 595 s); a full run of this script is still to come. ./test.sh proves the arithmetic on
+a CPU: every kernel against a reference, 1 to 16 ranks against one.
 
     ./run.sh                                               # record preset on GPUs, demo without
     ./run.sh ideas/idea.py --num_scheduled_iterations=200  # your own copy, your own settings
@@ -37,23 +36,21 @@ sys.path[1:1] = [str(folder) for folder in HERE.parents if (folder / "runtime/ru
 # fmt: off
 from data.encodings import load_prefixes
 from data.loader import (
-    DataFacts, check_data, distributed_data_generator, synthetic_batch, to_device,
+    Batch, check_data, distributed_data_generator, synthetic_batch, to_device,
     train_pattern, val_pattern,
 )
-from runtime.checks import (
-    check_layers, check_model_sizes, check_optimizer, check_settings, check_stages,
-    make_default_data,
-)
-from runtime.cpu import polar_express_in_fp32, reduce_scatter, use_cpu
+from runtime import checks
+from runtime.checkpoints import Checkpoint, find_resumed
+from runtime.cpu import CPU_FP32, all_gather, polar_express_in_fp32, reduce_scatter, use_cpu
 from runtime.options import parse_options, setting
 from runtime.ranks import Ranks, RunError, Signals, join_ranks, run_main
 from runtime.run import Run, seed_random
 from runtime.sources import Sources
 from sample import sample_text
 from triton_kernels import (
-    CPU_FP32, XTX, XXT, Band, aX_plus_BX, attend, ba_plus_cAA, band_bias, cache_sized,
-    flash_attention, fp8_head_loss, fused_on_gpu, gate_logits, graph_input, has_fp8, join_mantissa,
-    kernel_device, linear, lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp,
+    XTX, XXT, Band, aX_plus_BX, attend, ba_plus_cAA, band_bias, cache_sized, flash_attention,
+    fp8_head_loss, fused_on_gpu, gate_logits, graph_input, has_fp8, has_kernel, join_mantissa,
+    linear, lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp,
     relu_squared_mlp_fp8, residual_add, softcapped_cross_entropy, split_mantissa, transpose_add,
     transpose_copy, uses_flash,
 )
@@ -126,14 +123,13 @@ class Hyperparameters:
     @property
     def stream(self) -> dict[str, int]:
         """What decides, besides the stages, which tokens a micro-batch holds."""
-        names = ("micro_batches", "doc_slots", "bos_id", "vocab_size")
-        return {name: getattr(self, name) for name in names}
+        return {x: getattr(self, x) for x in ("micro_batches", "doc_slots", "bos_id", "vocab_size")}
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings or the tables cannot run."""
-        check_layers(LAYERS, MUDD[1].keys() - {"c0", "value_embed"})
-        check_stages(STAGES, EXTENSION, FINAL_VALIDATION, SPLIT_EMBED_AT)
-        check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
+        checks.check_layers(LAYERS, {*MUDD_SOURCES, *MUDD[1]} - {"c0", "value_embed"})
+        checks.check_stages(STAGES, EXTENSION, FINAL_VALIDATION, SPLIT_EMBED_AT)
+        checks.check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
 
 
 # What a machine without a GPU trains in a minute or two: the same topology and schedule, small
@@ -148,15 +144,12 @@ DEMO = dict(
     momentum_warmup=1000, muon_lr_scale=1.3, adam_lr_scale=1.5,  # for a short run
     val_every=150, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )
-# fmt: on
-# A tenth of the record preset's steps at full width, to judge an idea soon: docs/running.md.
+# A tenth of the record preset's steps at full width, to try an idea quickly: docs/running.md.
 SHORT = dict(
-    num_scheduled_iterations=136,
-    num_extension_iterations=1,
-    momentum_warmup=30,
-    momentum_cooldown=5,
-    val_every=0,
+    num_scheduled_iterations=136, num_extension_iterations=1,
+    momentum_warmup=30, momentum_cooldown=5, val_every=0,
 )
+# fmt: on
 PRESETS = {"record": {}, "short": SHORT, "demo": DEMO}
 
 # -----------------------------------------------------------------------------
@@ -164,13 +157,12 @@ PRESETS = {"record": {}, "short": SHORT, "demo": DEMO}
 
 
 class UpdateArgs(NamedTuple):
-    """What a step passes to every update. The schedule's learning-rate multiplier scales all rates:
-    a parameter's rate is the rule's lr · lr_schedule · the row's lr_mul."""
+    """What a step passes to every update. A parameter's rate is the rule's lr · lr_factor · the row's
+    lr_mul."""
 
-    lr_schedule: float
-    momentum: float  # of NorMuon
-    grad_scale: float  # 1 / micro-batches: gradients are sums over them, and over tokens
-    finite: Tensor | None = None  # on a GPU whether the step's loss is, 0-dim: see only_if
+    lr_factor: float  # the schedule's
+    momentum: float  # NorMuon's
+    grad_scale: float  # 1 / micro-batches; not by tokens, as both rules ignore the scale
 
 
 @dataclass(frozen=True)
@@ -189,10 +181,6 @@ class ParamConfig:
     may_pad: bool = False  # zero padding, if the rows do not divide over the ranks
     pad_front: bool = False  # the padding comes first, not last
 
-    def __post_init__(self):
-        if self.comms not in ("sharded", "replicated"):
-            raise ValueError(f"comms={self.comms!r}: must be 'sharded' or 'replicated'")
-
     def is_due(self, step: int) -> bool:
         """Whether the parameter is updated at the end of this step."""
         return (step + 1) % self.every == 0
@@ -210,8 +198,7 @@ class ParamConfig:
         return {}
 
     def update(self, rows: Tensor, grad: Tensor, state: dict[str, Any], args: UpdateArgs) -> None:
-        """One step on a rank's rows, in place; grad · args.grad_scale is the step's gradient. Where
-        args.finite is a tensor and false, no weight and no moment may change: use only_if."""
+        """One step on a rank's rows, in place; grad · args.grad_scale is the step's gradient."""
         raise NotImplementedError
 
 
@@ -230,14 +217,6 @@ def scalar(x: float | Tensor) -> Tensor:
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
-def only_if(finite: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | float]:
-    """The gradient and 1, or where `finite` is false zeros and 0: an update that multiplies its rates by
-    that leaves everything as it is. So a GPU's host does not wait for the loss. None: a CPU's has."""
-    if finite is None:
-        return grad, 1.0
-    return torch.where(finite, grad, 0), finite.to(grad.dtype)
-
-
 @dataclass(frozen=True)
 class Adam(ParamConfig):
     """For embeddings, the LM head, gates and scalars."""
@@ -250,11 +229,8 @@ class Adam(ParamConfig):
     eps: float = 1e-10
 
     def initial_state(self, rows: Tensor) -> dict[str, Tensor | int]:
-        return {
-            "step": 0,
-            "exp_avg": zeros_for(rows, rows.shape),
-            "exp_avg_sq": zeros_for(rows, rows.shape),
-        }
+        moments = {name: zeros_for(rows, rows.shape) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": 0, **moments}
 
     def constants(self, rows: Tensor, first: int) -> dict[str, Tensor]:
         """column_lr_mul (cols,), if lr_mul goes by column."""
@@ -271,13 +247,14 @@ class Adam(ParamConfig):
         t = state["step"]
         beta1, beta2 = self.betas
         lr_mul = self.lr_mul if column_lr_mul is None else column_lr_mul
-        lr = self.lr * args.lr_schedule * lr_mul
+        lr = self.lr * args.lr_factor * lr_mul
         step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
         # The decay is quadratic in the rate, multipliers included, as in the public recipe.
         squared_lr_decay = lr * lr * self.weight_decay * self.wd_mul
-        scalars = (scalar(step_size), scalar(squared_lr_decay), scalar(args.grad_scale))
+        settings = dict(betas=self.betas, eps=self.eps, grad_scale=scalar(args.grad_scale))
+        settings |= dict(step_size=scalar(step_size), squared_lr_decay=scalar(squared_lr_decay))
         for tensors in cache_sized(rows, grad, state["exp_avg"], state["exp_avg_sq"]):
-            adam_update(*tensors, beta1, beta2, self.eps, *scalars, args.finite)
+            adam_update(*tensors, **settings)
 
 
 @dataclass(frozen=True)
@@ -290,7 +267,7 @@ class NorMuon(ParamConfig):
     weight_decay: float = 1.2
     beta2: float = 0.90
     lr_mul: tuple[float, ...] = (1.0,)  # repeats over the bank's matrices
-    # So many heads' rows of a matrix are orthogonalized together, 0: all. Repeats like lr_mul.
+    # This many heads' rows of a matrix are orthogonalized together, 0: all. Repeats like lr_mul.
     heads_per_group: tuple[int, ...] = (0,)
     head_dim: int = 0  # rows of a head: param_table fills it in
     matrices_per_slice: int = 1  # stacked vertically in each (rows, cols) slice of the bank
@@ -336,18 +313,17 @@ class NorMuon(ParamConfig):
     def update(
         self, rows: Tensor, grad: Tensor, state: dict, args: UpdateArgs, **constants: Tensor
     ) -> None:
-        lr = scalar(self.lr * args.lr_schedule)
-        weight_decay = scalar(self.weight_decay * self.wd_mul)
-        momentum = scalar(args.momentum)
-        grad_scale = scalar(args.grad_scale)
-        moments = (state["momentum_buffer"], state["second_moment"])
-        banks = (rows, state.get("mantissa"), grad, *moments, constants["matrix_lr_mul"])
-        scalars = (lr, weight_decay, momentum, self.beta2, grad_scale, args.finite)
+        banks = (rows, state.get("mantissa"), grad, state["momentum_buffer"])
+        banks += (state["second_moment"], constants["matrix_lr_mul"])
+        settings = dict(beta2=self.beta2, momentum=scalar(args.momentum))
+        settings |= dict(lr=scalar(self.lr * args.lr_factor), grad_scale=scalar(args.grad_scale))
+        settings |= dict(weight_decay=scalar(self.weight_decay * self.wd_mul))
         if "grouped" in constants:
-            groups = (constants["whole"], constants["grouped"], state["group_second_moment"])
-            return normuon_update(*banks, *scalars, *groups)
+            kinds = {kind: constants[kind] for kind in ("whole", "grouped")}
+            group_moment = state["group_second_moment"]
+            return normuon_update(*banks, **settings, **kinds, group_second_moment=group_moment)
         for matrices in cache_sized(*banks):
-            normuon_update(*matrices, *scalars)
+            normuon_update(*matrices, **settings)
 
 
 # every=2: Adam parameters are updated at odd steps, on the summed gradients of two steps.
@@ -366,7 +342,9 @@ PARAM_TABLE: dict[str, ParamConfig] = {
     "attn_gate_bank": Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
     "ve_gate_bank":   Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
     "layer_lambdas":  Adam("replicated", every=2, betas=(0.90, 0.95), lr_mul=(5.0, 5.0, 1.0), wd_mul=0.0),
-    "mudd":           Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.25, wd_mul=1.0),
+    "mudd_W1":        Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.25, wd_mul=1.0),
+    "mudd_W2":        Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.25, wd_mul=1.0),
+    "mudd_b":         Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.25, wd_mul=1.0),
     # LM head and embedding, which are tied for two thirds of the run.
     "lm_head":        Adam("sharded",    every=2, betas=(0.50, 0.95), lr_mul=1.00, wd_mul=150.0),
     "embed":          Adam("sharded",    every=2, betas=(0.50, 0.95), lr_mul=1.00, wd_mul=150.0,
@@ -374,16 +352,17 @@ PARAM_TABLE: dict[str, ParamConfig] = {
 }
 
 # The order in which reductions are launched. Without Adam, attn's short one goes first, and its
-# update hides most of mlp's; on steps with Adam the interconnect never idles (predicted: bench/order.py).
+# update hides most of mlp's; on steps with Adam the interconnect never idles: docs/without_a_gpu.md.
 SCATTER_ORDER = (
     "attn", "mlp", "scalars", "value_embeds", "bigram_embed", "smear_gate", "skip_gate",
-    "attn_gate_bank", "ve_gate_bank", "layer_lambdas", "mudd", "lm_head", "embed",
+    "attn_gate_bank", "ve_gate_bank", "layer_lambdas", "mudd_W1", "mudd_W2", "mudd_b", "lm_head",
+    "embed",
 )
 # The order of the updates. Small ones first, while big reductions travel. The slow banks come last,
 # while embeddings are gathered. lm_head before embed, which copies it while they are tied.
 WORK_ORDER = (
-    "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas", "mudd",
-    "value_embeds", "bigram_embed", "lm_head", "embed", "attn", "mlp",
+    "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas",
+    "mudd_W1", "mudd_W2", "mudd_b", "value_embeds", "bigram_embed", "lm_head", "embed", "attn", "mlp",
 )
 # fmt: on
 
@@ -396,21 +375,21 @@ class Layer:
     """What a layer has besides its MLP, which all layers have."""
 
     index: int  # 0-based, as in messages
-    window: str = ""  # of its attention: "short" or "long" (sizes: STAGES); empty: no attention
+    window: str = ""  # its attention's: "short" or "long" (sizes: STAGES); empty: no attention
     paired: bool = False  # a token becomes two positions, one for each half of the heads
     key_offset: bool = False  # half of the key dims look one position back
     value_gate: bool = False  # each token's value embedding is added to the values, by head gates
-    same_input: bool = False  # its attention reads what the layer before's read, not its own input
+    same_input: bool = False  # its attention reuses the attention input of the layer before
     keep: str = ""  # name under which its output is kept
     add: str = ""  # the kept output that is added, gated, to its input
-    mudd: bool = False  # MUDD gives its factors and value gates, for each token
+    mudd: bool = False  # MUDD computes its lambdas and value gates, per token
 
     @property
     def value_embed(self) -> bool:
         return self.value_gate or self.mudd
 
 
-# Layers 8 to 10 attend over one tensor, layer 7's output: late MLPs predict, and nobody reads them.
+# Layers 8 to 10 attend over layer 7's output: what late MLPs add serves the prediction alone.
 LAYERS = (
     Layer(0, "short", paired=True),
     Layer(1, "short", value_gate=True),
@@ -428,20 +407,21 @@ ATTENTION_LAYERS = sum(bool(layer.window) for layer in LAYERS)  # 10: 40 matrice
 VALUE_LAYERS = sum(layer.value_embed for layer in LAYERS)
 VALUE_GATES = sum(layer.value_gate for layer in LAYERS)
 MLP_BANK_LAYERS = -(-len(LAYERS) // 4) * 4  # 12, one unused: 24 matrices divide over 8 ranks
+SIGN_ROWS = 8192  # rows of random signs, by which bigrams are multiplied
 GATE_DIM = 12  # inputs of a gate: first dims of x; of a value gate half x, half value embedding
 
 # -----------------------------------------------------------------------------
 # Table 3: scalars, by name, with their initial values
 
-# Columns of the parameter `layer_lambdas`, which has a row for each layer. Then one for each head: α
-# of XSA, at first 0.
+# Columns of the parameter `layer_lambdas`, which has a row for each layer. A column for each head
+# follows: XSA's α, which starts at 0.
 LAMBDAS = {
     "resid_attn": math.sqrt(1.1),  # scale of the stream where attention's output is added
     "resid_mlp": math.sqrt(1.1),  # the same where the MLP's is added
     "post_attn": 1.0,  # scale of attention's output
     "post_mlp": 1.0,  # scale of the MLP's output
     "x0": 0.0,  # how much of the embedding is added once more
-    "bigram": 0.05,  # and of the bigram; layer 0's goes into its input
+    "bigram": 0.05,  # the same for the bigram; layer 0's goes into its input
 }
 # Entries of the parameter `scalars`.
 SCALARS = {
@@ -449,33 +429,33 @@ SCALARS = {
     "smear_lambda": [0.0],
     "skip_lambda": [-1.5],
 }
-# MUDD: two small networks weigh earlier activations, token by token. Names, and the values where they
-# start: MUDD_SCALE times the biases.
+# MUDD: two small networks give earlier activations a weight per token. Each output has its initial
+# value, MUDD_SCALE times its bias, and whether the bias is trained. Large biases are not: in bf16, which
+# the public logs have, an Adam step is too small to change them.
+# fmt: off
 MUDD = (
-    {  # from the stream before layer 10, for that layer
-        "value_c0": 0.0,  # how much of c0, c7 and the stream its attention's values get
-        "value_c7": 0.0,
-        "value_x": 0.0,
-        "add_c0": 0.0,  # and how much the stream
-        "add_c7": 0.0,
-        "add_x": 0.0,
-        "gate_low": 2.0,  # scale of the value embedding for the first half of the heads
-        "gate_high": 2.0,  # and for the second
-        "resid_attn": math.sqrt(1.1),  # from here on as in LAMBDAS
-        "post_attn": 1.0,
-        "x0": 0.0,
-        "bigram": 0.05,
-        "resid_mlp": math.sqrt(1.1),
-        "post_mlp": 1.0,
+    # From the stream before layer 10, for that layer.
+    {
+        # How much of c0, c7 and the stream its attention's values get, and how much the stream gets.
+        "value_c0": (0.0, True), "value_c7": (0.0, True), "value_x": (0.0, True),
+        "add_c0": (0.0, True), "add_c7": (0.0, True), "add_x": (0.0, True),
+        # Scale of the value embedding for the first half of the heads, and for the second.
+        "gate_low": (2.0, False), "gate_high": (2.0, False),
+        # As in LAMBDAS.
+        "resid_attn": (math.sqrt(1.1), False), "post_attn": (1.0, False),
+        "x0": (0.0, True), "bigram": (0.05, True),
+        "resid_mlp": (math.sqrt(1.1), False), "post_mlp": (1.0, False),
     },
-    # from the stream after the last layer: how much of these it gets; value_embed is layer 1's
-    {"c0": 0.0, "c7": -0.5, "c9": 0.0, "value_embed": 0.0, "c3": 0.0},
+    # From the stream after the last layer: how much of these it gets; value_embed is the first one.
+    {
+        "c0": (0.0, True), "c7": (-0.5, False), "c9": (0.0, True),
+        "value_embed": (0.0, True), "c3": (0.0, True),
+    },
 )
+# fmt: on
+MUDD_SOURCES = ("c0", "c7")  # what MUDD's layer may add to its values and its stream
 MUDD_HIDDEN = 64  # width of the networks' hidden layer
-MUDD_SCALE = 0.1  # of their outputs
-# Biases from here on stay at their start, also in fp32: in bf16, which the public logs have, a step of
-# Adam does not reach the next number. The networks still move what they belong to.
-MUDD_LEARNT_BELOW = 0.1
+MUDD_SCALE = 0.1  # multiplies their outputs
 
 # -----------------------------------------------------------------------------
 # Table 4: stages
@@ -485,8 +465,8 @@ class Stage(NamedTuple):
     index: int  # 1-based, as in messages
     until: float  # ends at this fraction of the scheduled steps, rounded
     batch: int  # batch units in a step: tokens / batch_unit
-    docs: int  # documents are cut at so many blocks of block_size tokens
-    short: int  # short window: a token sees so many blocks of block_size tokens before it
+    docs: int  # documents are cut at this many blocks of block_size tokens
+    short: int  # short window, in blocks of positions: a paired layer has two positions per token
     long: int  # long window, in blocks
     lr: float  # multiplies every learning rate, before the cooldown
     mtp_first: tuple[float, ...]  # multi-token prediction weights at the stage's first step
@@ -509,10 +489,10 @@ STAGES = (
 # After the stages, at LR_FLOOR. The last validation has a wider window, with YaRN as it was.
 EXTENSION = STAGES[-1]._replace(index=len(STAGES) + 1, until=math.inf, short=6, long=13)
 FINAL_VALIDATION = EXTENSION._replace(index=len(STAGES) + 2, long=20)
-SPLIT_EMBED_AT = 2 / 3  # of the scheduled steps: weight tying ends
-LR_DECAY_FROM = 0.40  # of the scheduled steps: the cooldown begins
+SPLIT_EMBED_AT = 2 / 3  # weight tying ends at this fraction of the scheduled steps
+LR_DECAY_FROM = 0.40  # the cooldown begins at this fraction of them
 LR_FLOOR = 0.15  # learning-rate multiplier at its end, and in the extension
-MOMENTUM_LOW = 0.85  # of NorMuon, at the first step and at the last
+MOMENTUM_LOW = 0.85  # NorMuon's momentum at the first step and at the last
 MOMENTUM_HIGH = 0.95  # in between
 
 # -----------------------------------------------------------------------------
@@ -527,9 +507,8 @@ class Yarn(nn.Module):
     def __init__(self, head_dim: int, max_tokens: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
         frequencies = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=torch.float32)
-        no_rotation = torch.zeros(head_dim // 4)
-        self.frequencies = torch.cat((frequencies, no_rotation))  # (D/2,) fp32, radians a position
-        self.scale = graph_input(scale)  # of the attention logits
+        self.frequencies = F.pad(frequencies, (0, head_dim // 4))  # (D/2,) fp32, radians a position
+        self.scale = graph_input(scale)  # multiplies the attention logits
         table = torch.empty(2 * max_tokens, head_dim // 2, 2, dtype=dtype)
         self.register_buffer("table", table, persistent=False)
         self.fill_table()
@@ -567,43 +546,6 @@ class Yarn(nn.Module):
         self.fill_table()
 
 
-def attention(
-    x: Tensor,  # (T, dim), normed
-    W_qkv: Tensor,  # (3·dim, dim)
-    W_o: Tensor,  # (dim, dim)
-    head_gate: Tensor,  # (H, GATE_DIM)
-    head_scale: Tensor,  # of the output: 0-dim, or (T, 1)
-    xsa: Tensor,  # (H,): how much of its own value a head's output loses
-    value: Tensor | None,  # (T, H, D), added to the values
-    layer: Layer,
-    yarn: Yarn,
-    band: Band,
-) -> Tensor:
-    """Attention of one layer, (T, dim). Each head's output is scaled by its sigmoid gate.
-
-    XSA (arXiv 2603.09078), except in paired layers: the output loses xsa times its projection on the
-    token's own value."""
-    T, dim = x.shape
-    H = len(head_gate)
-    D = dim // H
-    positions = 2 if layer.paired else 1  # of a token
-    qkv = linear(x, W_qkv).view(T, 3 * H, D)  # q heads, k heads, v heads
-    q, k, v = norm_and_rotate_qk(qkv, yarn.table, layer.paired, layer.key_offset)  # (T, H, D)
-    if value is not None:
-        v = v + value
-    # Paired: row 2t has heads 0 .. H/2−1 of token t, row 2t+1 the other half.
-    q, k, v = (z.reshape(T * positions, H // positions, D) for z in (q, k, v))
-    y = attend(q, k, v, band, yarn.scale).reshape(T, H, D)
-    if not layer.paired:
-        wide = at_least_fp32(v.dtype)
-        length = (v * v).sum(-1, keepdim=True, dtype=wide).clamp_min(1e-8)
-        share = xsa[:, None] * (y * v).sum(-1, keepdim=True, dtype=wide) / length
-        y = y - share.to(v.dtype) * v
-    gate = head_scale * torch.sigmoid(gate_logits(x, head_gate))
-    y = y * gate.unsqueeze(-1)
-    return linear(y.reshape(T, dim), W_o)
-
-
 # -----------------------------------------------------------------------------
 # Model: banks and the residual stream
 
@@ -618,7 +560,60 @@ class ForwardSchedule(NamedTuple):
     short_window: int | Tensor
     long_window: int | Tensor
     max_doc_len: int = 0  # tokens of the longest document in the micro-batch; 0: unknown
-    prefix_weight: Tensor | None = None  # of the next token's prefix, (1,); None: no such target
+    prefix_weight: Tensor | None = None  # the next token's prefix, (1,); None: no such target
+
+
+class LayerViews(NamedTuple):
+    """One layer's row of LAYERS, and its part of each parameter; None where it has none."""
+
+    layer: Layer
+    lambdas: dict[str, Tensor]  # LAMBDAS by name, 0-dim
+    W_qkv: Tensor | None  # (3·dim, dim)
+    W_o: Tensor | None  # (dim, dim)
+    qkv_scale: Tensor  # multiplies W_qkv, 0-dim
+    o_scale: Tensor  # multiplies W_o, 0-dim
+    head_gate: Tensor | None  # (H, GATE_DIM)
+    ve_gate: Tensor | None  # (H, GATE_DIM)
+    xsa: Tensor  # (11, H), all layers', whose attention takes its row: see attention
+    W_fc: Tensor  # (4·dim, dim)
+    W_proj: Tensor  # (4·dim, dim)
+    W8: tuple[Tensor, Tensor] | None  # W_fc in FP8, and its scale
+    band: Band | None  # the keys that each query sees
+    value_embed: Tensor | None  # (T, dim), the tokens' rows
+
+
+def attention(
+    x: Tensor,  # (T, dim), normed
+    L: LayerViews,
+    head_scale: Tensor,  # multiplies the output: 0-dim, or (T, 1)
+    value: Tensor | None,  # (T, H, D), added to the values
+    yarn: Yarn,
+) -> Tensor:
+    """Attention of one layer, (T, dim). Each head's output is scaled by its sigmoid gate.
+
+    XSA (arXiv 2603.09078), except in paired layers: the output loses xsa times its projection on the
+    token's own value."""
+    W_qkv = L.qkv_scale * L.W_qkv  # scaling the weights costs less than scaling activations
+    W_o = L.o_scale * L.W_o
+    T, dim = x.shape
+    H = len(L.head_gate)
+    D = dim // H
+    positions = 2 if L.layer.paired else 1  # a token's
+    qkv = linear(x, W_qkv).view(T, 3 * H, D)  # q heads, k heads, v heads
+    q, k, v = norm_and_rotate_qk(qkv, yarn.table, L.layer.paired, L.layer.key_offset)  # (T, H, D)
+    if value is not None:
+        v = v + value
+    # Paired: row 2t has heads 0 .. H/2−1 of token t, row 2t+1 the other half.
+    q, k, v = (z.reshape(T * positions, H // positions, D) for z in (q, k, v))
+    y = attend(q, k, v, L.band, yarn.scale).reshape(T, H, D)
+    if not L.layer.paired:
+        wide = at_least_fp32(v.dtype)
+        length = (v * v).sum(-1, keepdim=True, dtype=wide).clamp_min(1e-8)
+        share = L.xsa[L.layer.index][:, None] * (y * v).sum(-1, keepdim=True, dtype=wide) / length
+        y = y - share.to(v.dtype) * v
+    gate = head_scale * torch.sigmoid(gate_logits(x, L.head_gate))
+    y = y * gate.unsqueeze(-1)
+    return linear(y.reshape(T, dim), W_o)
 
 
 class GPT(nn.Module):
@@ -626,32 +621,18 @@ class GPT(nn.Module):
     another: the banks. param.label is the parameter's row in PARAM_TABLE. The forward pass computes
     in the parameters' dtype: bf16, or what .float() or .double() make of it."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
-        model_dim: int,
-        max_tokens: int,  # of the longest micro-batch, validation included
-        *,
-        bigram_rows: int = 0,  # 0: fifteen per token
-        attention_scale: float = 0.1,  # initial, before the windows grow
-        fp8_head: bool = False,  # FP8 matmuls in the LM head, only in training
-        fp8_mlp: bool = False,  # FP8 up-projections in the MLPs, only in training
-        prefixes: Any = None,  # each token's prefix, (vocab_size,) int64; -1, None: it has none
-    ):
-        """Raises ValueError for sizes that do not fit LAYERS."""
+    def __init__(self, h: Hyperparameters, prefixes: Any = None, fp8: bool = True):
+        """prefixes: each token's prefix, (vocab_size,) int64, -1 where it has none; None: no prefixes.
+        fp8: whether the device takes the FP8 matmuls that the settings ask for, only in training.
+        Raises ValueError for sizes that do not fit LAYERS."""
         super().__init__()
-        check_model_sizes(num_layers, len(LAYERS), num_heads, head_dim, model_dim)
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.model_dim = model_dim
-        self.max_tokens = max_tokens
-        self.fp8_head = fp8_head
-        self.fp8_mlp = fp8_mlp
-        vocab = -(-vocab_size // 128) * 128
-        dim = model_dim
+        checks.check_model_sizes(h.num_heads, h.head_dim, h.model_dim)
+        self.num_heads = h.num_heads
+        self.model_dim = h.model_dim
+        self.fp8_head = h.fp8_head and fp8
+        self.fp8_mlp = h.fp8_mlp and fp8
+        vocab = -(-h.vocab_size // 128) * 128
+        dim = h.model_dim
 
         def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=dtype))
@@ -662,15 +643,18 @@ class GPT(nn.Module):
         self.scalars = parameter(sum(map(len, SCALARS.values())), dtype=torch.float32)  # (24,)
         # Value embeddings of a token lie side by side; the first bigram has the last row.
         self.value_embeds = parameter(vocab, VALUE_LAYERS * dim)  # (vocab, 5·dim)
-        self.bigram_embed = parameter(bigram_rows or 15 * vocab, dim // 4)  # (rows, dim / 4)
+        self.bigram_embed = parameter(h.bigram_rows, dim // 4)  # (rows, dim / 4)
         self.smear_gate = parameter(1, GATE_DIM)  # (1, 12)
         self.skip_gate = parameter(1, GATE_DIM)  # (1, 12)
-        self.attn_gate_bank = parameter(ATTENTION_LAYERS, num_heads, GATE_DIM)  # (10, H, 12)
-        self.ve_gate_bank = parameter(VALUE_GATES, num_heads, GATE_DIM)  # (4, H, 12)
-        columns = len(LAMBDAS) + num_heads
+        self.attn_gate_bank = parameter(ATTENTION_LAYERS, h.num_heads, GATE_DIM)  # (10, H, 12)
+        self.ve_gate_bank = parameter(VALUE_GATES, h.num_heads, GATE_DIM)  # (4, H, 12)
+        columns = len(LAMBDAS) + h.num_heads
         self.layer_lambdas = parameter(len(LAYERS), columns, dtype=torch.float32)  # (11, 6 + H)
-        # W1, W2 and b of each network: (2, 64·dim + 14·65)
-        self.mudd = parameter(2, MUDD_HIDDEN * dim + (MUDD_HIDDEN + 1) * len(MUDD[0]))
+        # MUDD's two networks; the second uses 5 of its 14 outputs.
+        outputs = len(MUDD[0])
+        self.mudd_W1 = parameter(2, MUDD_HIDDEN, dim)  # (2, 64, dim)
+        self.mudd_W2 = parameter(2, outputs, MUDD_HIDDEN)  # (2, 14, 64)
+        self.mudd_b = parameter(2, outputs)  # (2, 14)
         self.lm_head = parameter(dim, vocab)  # (dim, vocab), stored transposed like its gradient
         self.embed = parameter(vocab, dim)  # (vocab, dim)
         for label, param in self.named_parameters():
@@ -682,7 +666,7 @@ class GPT(nn.Module):
             table[: len(prefixes)] = torch.as_tensor(prefixes)
         self.register_buffer("prefixes", table, persistent=False)
         self.initialize()
-        self.yarn = Yarn(head_dim, max_tokens, self.embed.dtype, attention_scale)
+        self.yarn = Yarn(h.head_dim, h.max_tokens, self.embed.dtype, h.attention_scale)
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -695,15 +679,11 @@ class GPT(nn.Module):
         self.embed.copy_(self.lm_head.T)
         self.layer_lambdas[:, : len(LAMBDAS)] = torch.tensor(list(LAMBDAS.values()))
         self.bigram_signs.copy_(2 * torch.randint(0, 2, self.bigram_signs.shape) - 1)
-        for network, starts in enumerate(MUDD):
-            W1, _, b = self.mudd_network(network)
-            W1.uniform_(-(self.model_dim**-0.5), self.model_dim**-0.5)
-            b[: len(starts)] = torch.tensor(list(starts.values())) / MUDD_SCALE
+        self.mudd_W1.uniform_(-(self.model_dim**-0.5), self.model_dim**-0.5)
+        for b, outputs in zip(self.mudd_b, MUDD):
+            starts = torch.tensor([start for start, _ in outputs.values()])
+            b[: len(starts)] = starts / MUDD_SCALE
         self.scalars.copy_(torch.tensor(sum(SCALARS.values(), [])))
-
-    def extend_windows(self, old_long: int, new_long: int) -> None:
-        """Apply YaRN; old and new long window in tokens."""
-        self.yarn.extend(old_long, new_long)
 
     def forward(
         self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor, schedule: ForwardSchedule
@@ -711,6 +691,8 @@ class GPT(nn.Module):
         """In training the loss of several targets, summed over tokens; else the mean next-token loss;
         both in fp32 or better. inputs (T,) int32, targets (T,) int64, cu_seqlens (slots,) int32:
         document starts, padded with T."""
+        # Look-ups stay outside the compiled graph: their backward pass adds to the tables' gradients
+        # in place, which a graph would not do.
         return self.loss(self.look_up(inputs), inputs, targets, cu_seqlens, schedule)
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -725,8 +707,8 @@ class GPT(nn.Module):
         self, rows: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, cu_seqlens: Tensor,
         schedule: ForwardSchedule,
     ) -> Tensor:  # fmt: skip
-        """What forward gives, from the tables' rows at the inputs."""
-        x = self.hidden_states(inputs, cu_seqlens, schedule, rows)
+        """What forward gives, from the tables' rows at the inputs: the part that is compiled."""
+        x = self.trunk(rows, inputs, cu_seqlens, schedule)
         weights = schedule.mtp_weights
         if not self.training:
             next_token_only = torch.ones(1, device=x.device, dtype=weights.dtype)
@@ -738,73 +720,85 @@ class GPT(nn.Module):
             columns = torch.cat((columns, self.prefixes[targets][:, None]), 1)
         return head_loss(x, self.lm_head, columns, weights, self.fp8_head)
 
-    def hidden_states(
-        self, inputs: Tensor, cu_seqlens: Tensor, schedule: ForwardSchedule, rows: tuple = ()
-    ) -> Tensor:
-        """What the LM head reads, (T, dim). rows: what look_up gives, if it is there."""
-        x, values, bigram = rows or self.look_up(inputs)
-        T = len(inputs)
-        dim = self.model_dim
-        # Scalars by name.
-        parts = self.scalars.split([len(values) for values in SCALARS.values()])
-        scalars = {name: part.unbind() for name, part in zip(SCALARS, parts)}
-        sa_lambda = pairs(scalars["sa_lambda"])
-        by_column, alpha = self.layer_lambdas.split((len(LAMBDAS), self.num_heads), 1)
-        flat = by_column.flatten().unbind()  # one list, so that gradients are joined once
-        n = len(LAMBDAS)
-        lambdas = [dict(zip(LAMBDAS, flat[i * n : (i + 1) * n])) for i in range(len(LAYERS))]
-        xsa = torch.tanh(alpha).to(self.attn.dtype)  # (11, H)
-        # Views of the banks, by layer; None where a layer has none.
-        qkv_and_o = self.attn.view(-1, dim).split((3 * dim, dim) * ATTENTION_LAYERS)
-        attn = by_layer("window", pairs(qkv_and_o))  # (W_qkv, W_o)
-        head_gate = by_layer("window", self.attn_gate_bank.unbind())
-        ve_gate = by_layer("value_gate", self.ve_gate_bank.unbind())
-        mlp = pairs(self.mlp.view(-1, 4 * dim, dim).unbind())  # (W_fc, W_proj)
-        W8 = [None] * len(LAYERS)  # or W_fc in FP8, with its scale
-        if self.fp8_mlp and self.training:
-            W8 = list(zip(*quantize_by_largest(self.mlp.detach()[:, 0])))
-        bands = self.bands(cu_seqlens, T, schedule)
-
-        value_embeds = values.split(dim, 1)
-        values = by_layer("value_embed", value_embeds)
+    def trunk(
+        self, rows: tuple[Tensor, ...], inputs: Tensor, cu_seqlens: Tensor,
+        schedule: ForwardSchedule,
+    ) -> Tensor:  # fmt: skip
+        """What the LM head reads, (T, dim), from the tables' rows at the inputs."""
+        x, values, bigram = rows
+        scalars, layers = self.layer_views(values, cu_seqlens, schedule)
         bigram = self.signed_bigrams(bigram, inputs)
         # Each token sees a bit of the one before it: smear.
         gate = torch.sigmoid(gate_logits(x[1:], self.smear_gate))
         smear = scalars["smear_lambda"][0] * gate
         x = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
-        # What skip gate and layers get as the embedding has the first bigram term in it.
-        x = c0 = add_bigram(x, lambdas[0]["bigram"] * bigram)
+        # The embedding that skip gate and layers get, with the first bigram term.
+        x = c0 = add_bigram(x, layers[0].lambdas["bigram"] * bigram)
 
-        kept = {"c0": c0, "value_embed": value_embeds[0]}
-        for i, (layer, factors) in enumerate(zip(LAYERS, lambdas)):
+        kept = {"c0": c0, "value_embed": next(L.value_embed for L in layers if L.layer.value_embed)}
+        for L in layers:
+            layer = L.layer
+            lambdas = L.lambdas
             if layer.add:  # a gated skip connection
                 gate = torch.sigmoid(gate_logits(c0, self.skip_gate))
                 x = x + torch.sigmoid(scalars["skip_lambda"][0]) * 2 * gate * kept[layer.add]
             if layer.window:
-                if not layer.same_input:
+                if not layer.same_input:  # else xn is the layer before's
                     xn = norm(x)  # (T, dim)
                 value = None  # or (T, H, D)
                 if layer.value_gate:
-                    value = self.gated_value(xn, values[i], ve_gate[i])
+                    value = self.gated_value(xn, L.value_embed, L.ve_gate)
                 if layer.mudd:
-                    factors = self.token_weights(x, 0)  # each token's, in place of the layer's
-                    value, x = self.mudd_inputs(factors, values[i], x, kept)
-                # Scaling the weights costs less than scaling activations.
-                W_qkv, W_o = (sa * W for sa, W in zip(sa_lambda[i], attn[i]))
-                scales = (head_gate[i], factors["post_attn"], xsa[i])
-                out = attention(xn, W_qkv, W_o, *scales, value, layer, self.yarn, bands[i])
+                    lambdas = self.token_weights(x, 0)  # each token's, in place of the layer's
+                    value, x = self.mudd_inputs(lambdas, L.value_embed, x, kept)
+                out = attention(xn, L, lambdas["post_attn"], value, self.yarn)
                 # The embedding and the bigram once more.
-                x = factors["resid_attn"] * x + factors["x0"] * c0
-                if i > 0:
-                    x = add_bigram(x, factors["bigram"] * bigram)
+                x = lambdas["resid_attn"] * x + lambdas["x0"] * c0
+                if layer.index > 0:
+                    x = add_bigram(x, lambdas["bigram"] * bigram)
                 x = residual_add(x, out)
-            out = scaled_mlp(norm(x), *mlp[i], factors["post_mlp"], W8[i])
-            x = residual_add(factors["resid_mlp"] * x, out)
+            out = scaled_mlp(norm(x), L.W_fc, L.W_proj, lambdas["post_mlp"], L.W8)
+            x = residual_add(lambdas["resid_mlp"] * x, out)
             if layer.keep:
                 kept[layer.keep] = x
         for name, weight in self.token_weights(x, 1).items():
             x = x + weight * kept[name]
         return norm(x)
+
+    def layer_views(
+        self, values: Tensor, cu_seqlens: Tensor, schedule: ForwardSchedule
+    ) -> tuple[dict[str, tuple[Tensor, ...]], list[LayerViews]]:
+        """SCALARS by name, and each layer's part of the banks. values (T, VALUE_LAYERS·dim): the
+        tokens' rows of value_embeds."""
+        dim = self.model_dim
+        parts = self.scalars.split([len(starts) for starts in SCALARS.values()])
+        scalars = {name: part.unbind() for name, part in zip(SCALARS, parts)}
+        by_column, alpha = self.layer_lambdas.split((len(LAMBDAS), self.num_heads), 1)
+        flat = by_column.flatten().unbind()  # one list, so that gradients are joined once
+        n = len(LAMBDAS)
+        xsa = torch.tanh(alpha).to(self.attn.dtype)
+        W_qkv_and_o = self.attn.view(-1, dim).split((3 * dim, dim) * ATTENTION_LAYERS)
+        W_fc_and_proj = self.mlp.view(-1, 4 * dim, dim).unbind()
+        W8 = [None] * len(LAYERS)
+        if self.fp8_mlp and self.training:
+            W8 = zip(*quantize_by_largest(self.mlp.detach()[:, 0]))
+        columns = LayerViews(
+            layer=LAYERS,
+            lambdas=[dict(zip(LAMBDAS, flat[i * n : (i + 1) * n])) for i in range(len(LAYERS))],
+            W_qkv=by_layer("window", W_qkv_and_o[::2]),
+            W_o=by_layer("window", W_qkv_and_o[1::2]),
+            qkv_scale=scalars["sa_lambda"][::2],
+            o_scale=scalars["sa_lambda"][1::2],
+            head_gate=by_layer("window", self.attn_gate_bank.unbind()),
+            ve_gate=by_layer("value_gate", self.ve_gate_bank.unbind()),
+            xsa=[xsa] * len(LAYERS),
+            W_fc=W_fc_and_proj[::2],
+            W_proj=W_fc_and_proj[1::2],
+            W8=W8,
+            band=self.bands(cu_seqlens, len(values), schedule),
+            value_embed=by_layer("value_embed", values.split(dim, 1)),
+        )
+        return scalars, [LayerViews(*view) for view in zip(*columns)]  # without unused MLPs
 
     def signed_bigrams(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """The rows of each token and the one before it, (T, dim / 4), times rows of random signs.
@@ -817,23 +811,16 @@ class GPT(nn.Module):
         n = GATE_DIM // 2
         gate_input = torch.cat((xn[:, :n], value[:, :n]), 1)
         gate = 2 * torch.sigmoid(gate_logits(gate_input, ve_gate))
-        return gate.unsqueeze(-1) * value.view(len(value), self.num_heads, self.head_dim)
-
-    def mudd_network(self, network: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the parameter: W1 (MUDD_HIDDEN, dim), W2 (n, MUDD_HIDDEN), b (n,)."""
-        n = len(MUDD[0])  # the second network uses fewer
-        sizes = (MUDD_HIDDEN * self.model_dim, n * MUDD_HIDDEN, n)
-        W1, W2, b = self.mudd[network].split(sizes)
-        return W1.view(MUDD_HIDDEN, -1), W2.view(n, -1), b
+        return gate.unsqueeze(-1) * value.view(len(value), self.num_heads, -1)
 
     def token_weights(self, x: Tensor, network: int) -> dict[str, Tensor]:
         """MUDD (Xiao et al., arXiv 2502.12170): a network's weights for each token, by name, (T, 1)
         each. x (T, dim): the stream, not normed."""
-        W1, W2, b = self.mudd_network(network)
+        W1, W2, b = self.mudd_W1[network], self.mudd_W2[network], self.mudd_b[network]
         out = linear(F.gelu(linear(x, W1)), W2).to(at_least_fp32(x.dtype))
         weights = {}
-        for (name, start), bias, column in zip(MUDD[network].items(), b, out.split(1, 1)):
-            if abs(start) >= MUDD_LEARNT_BELOW:
+        for (name, (start, learns)), bias, column in zip(MUDD[network].items(), b, out.split(1, 1)):
+            if not learns:
                 bias = start / MUDD_SCALE
             weights[name] = (MUDD_SCALE * (column + bias)).to(x.dtype)
         return weights
@@ -843,14 +830,14 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """What MUDD's layer adds to its attention's values, (T, H, D), and its stream, (T, dim).
         weights: (T, 1) each; value, x, kept: (T, dim)."""
-        c0 = kept["c0"]
-        c7 = kept["c7"]
         low, high = value.chunk(2, 1)
         gated = torch.cat((weights["gate_low"] * low, weights["gate_high"] * high), 1)
-        earlier = weights["value_c0"] * c0 + weights["value_c7"] * c7
-        value = gated + earlier + weights["value_x"] * x
-        x = (1 + weights["add_x"]) * x + weights["add_c0"] * c0 + weights["add_c7"] * c7
-        return value.view(len(x), self.num_heads, self.head_dim), x
+        earlier = [weights[f"value_{name}"] * kept[name] for name in MUDD_SOURCES]
+        value = gated + functools.reduce(torch.add, earlier) + weights["value_x"] * x
+        x = (1 + weights["add_x"]) * x
+        for name in MUDD_SOURCES:
+            x = x + weights[f"add_{name}"] * kept[name]
+        return value.view(len(x), self.num_heads, -1), x
 
     def bands(self, cu_seqlens: Tensor, T: int, schedule: ForwardSchedule) -> list[Band | None]:
         """The keys that each layer's attention sees. Paired layers have two positions per token."""
@@ -858,13 +845,13 @@ class GPT(nn.Module):
         bands: dict[tuple[str, bool], Band | None] = {("", False): None}
         for layer in LAYERS:
             if (layer.window, layer.paired) not in bands:
-                positions = 2 if layer.paired else 1  # of a token
+                positions = 2 if layer.paired else 1  # a token's
                 window = getattr(schedule, f"{layer.window}_window")
                 starts = positions * cu_seqlens
                 bias = None
                 if not uses_flash(self.embed):
-                    dtype = at_least_fp32(self.embed.dtype)
-                    bias = band_bias(starts, positions * T, window, dtype)
+                    wide = at_least_fp32(self.embed.dtype)
+                    bias = band_bias(starts, positions * T, window, wide)
                 band = Band(starts, window, positions * max_len, bias)
                 bands[layer.window, layer.paired] = band
         return [bands[layer.window, layer.paired] for layer in LAYERS]
@@ -875,9 +862,6 @@ def hash_bigrams(tokens: Tensor, rows: int) -> Tensor:
     position has the last row to itself."""
     hashed = ((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % (rows - 1)  # int32 wraps around
     return F.pad(hashed, (1, 0), value=rows - 1)
-
-
-SIGN_ROWS = 8192
 
 
 def sign_rows(tokens: Tensor) -> Tensor:
@@ -899,11 +883,6 @@ def scaled_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor, scale: Tensor, W8: Any) 
     else:
         out = relu_squared_mlp_fp8(x, W_fc, W_proj, *W8)
     return scale * out if scale.dim() else out
-
-
-def pairs(items: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
-    """(first, second), (third, fourth), …"""
-    return list(zip(items[::2], items[1::2]))
 
 
 def by_layer(column: str, rows: Iterable[Any]) -> list[Any]:
@@ -934,13 +913,12 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, fp8: bool)
     triton_kernels.py.
     """
     if fp8:
-        scales = (FP8_X_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE)
-        return fp8_head_loss(x, w, targets, weights, *scales)
+        return fp8_head_loss(x, w, targets, weights, FP8_X_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE)
     return softcapped_cross_entropy(x @ w, targets, weights)
 
 
 # -----------------------------------------------------------------------------
-# Update rules
+# Update arithmetic
 
 # Optimal quintics of Polar Express, five steps: Amsel et al., arXiv 2505.16932.
 POLAR_EXPRESS_COEFFICIENTS = (
@@ -952,6 +930,7 @@ POLAR_EXPRESS_COEFFICIENTS = (
 )
 
 
+@has_kernel
 def polar_express(G: Tensor) -> Tensor:
     """The nearly orthogonal factor of each matrix of G: singular values above 0.2 % of the Frobenius
     norm end between 0.85 and 1.15.
@@ -960,8 +939,6 @@ def polar_express(G: Tensor) -> Tensor:
     run on a CPU without bf16 units. Tall matrices are multiplied on the right: their smaller Gram
     matrix is XᵀX, and nothing is transposed.
     """
-    if kernel_device(G) == CPU_FP32:
-        return polar_express_in_fp32(G, POLAR_EXPRESS_COEFFICIENTS)
     X = G.to(G.dtype if G.dtype == torch.float64 else torch.bfloat16)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # 2 % of room for bf16 rounding
     tall = X.size(-2) > X.size(-1)
@@ -969,6 +946,10 @@ def polar_express(G: Tensor) -> Tensor:
         A = XTX(X) if tall else XXT(X)
         X = aX_plus_BX(X, ba_plus_cAA(A, beta=b, alpha=c), a, right=tall)  # aX + (bA + cA²)X
     return X
+
+
+in_fp32 = functools.partial(polar_express_in_fp32, coefficients=POLAR_EXPRESS_COEFFICIENTS)
+polar_express.kernel(CPU_FP32)(in_fp32)
 
 
 def normuon_scale(u: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
@@ -1016,21 +997,21 @@ def adam_update(
     grad: Tensor,  # the shape of p
     exp_avg: Tensor,  # the shape of p, fp32 or fp64
     exp_avg_sq: Tensor,  # as exp_avg
-    beta1: float,
-    beta2: float,
+    *,
+    betas: tuple[float, float],
     eps: float,
     step_size: Tensor,  # rate with bias correction: 0-dim on the CPU, or (cols,)
     squared_lr_decay: Tensor,  # as step_size
     grad_scale: Tensor,  # 0-dim on the CPU
-    finite: Tensor | None = None,  # 0-dim: whether to change anything
 ) -> None:
     """One Adam step with cautious weight decay on p, in place: decay only where the update shrinks
     the weight too."""
-    grad, active = only_if(finite, grad.to(exp_avg.dtype) * grad_scale)
-    exp_avg.lerp_(grad, (1 - beta1) * active)
-    exp_avg_sq.lerp_(grad.square(), (1 - beta2) * active)
+    beta1, beta2 = betas
+    grad = grad.to(exp_avg.dtype) * grad_scale
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
     wide = p.to(exp_avg.dtype)
-    update = exp_avg / (exp_avg_sq.sqrt() + eps) * (step_size * active)
+    update = exp_avg / (exp_avg_sq.sqrt() + eps) * step_size
     update = torch.where(update * wide > 0, update + squared_lr_decay * wide, update)
     p.copy_(wide - update)
 
@@ -1043,21 +1024,20 @@ def normuon_update(
     momentum_buffer: Tensor,  # (n, rows, cols) fp32 or fp64
     second_moment: Tensor,  # (n, rows, 1), or (n, 1, cols) if wide
     matrix_lr_mul: Tensor,  # (n, 1, 1)
+    *,
     lr: Tensor,  # 0-dim on the CPU
     weight_decay: Tensor,  # 0-dim on the CPU
     momentum: Tensor,  # 0-dim on the CPU
     beta2: float,
     grad_scale: Tensor,  # 0-dim on the CPU
-    finite: Tensor | None = None,  # 0-dim: whether to change anything
     whole: Tensor | None = None,  # indices of the matrices to orthogonalize whole; None: all
-    grouped: Tensor | None = None,  # of those to orthogonalize by groups of rows
+    grouped: Tensor | None = None,  # indices of those to orthogonalize by groups of rows
     group_second_moment: Tensor | None = None,  # (n, groups, cols)
 ) -> None:
     """One NorMuon step with cautious weight decay on p (n, rows, cols), in place. A bf16 p is the
     upper half of fp32 weights, mantissa the lower: no fp32 copy, and no rounding."""
-    grad, active = only_if(finite, grad.to(momentum_buffer.dtype) * grad_scale)
-    beta2 = 1 - (1 - beta2) * active
-    momentum_buffer.add_((grad - momentum_buffer).mul_((1 - momentum) * active))
+    grad = grad.to(momentum_buffer.dtype) * grad_scale
+    momentum_buffer.add_((grad - momentum_buffer).mul_(1 - momentum))
     update = (momentum_buffer - grad).mul_(momentum).add_(grad)  # Nesterov momentum
     if grouped is None:
         update = orthogonalize(update, second_moment, beta2)
@@ -1065,7 +1045,7 @@ def normuon_update(
         kinds = ((whole, second_moment), (grouped, group_second_moment))
         update = orthogonalize_kinds(update, kinds, beta2)
     wide = p if mantissa is None else join_mantissa(p, mantissa)
-    matrix_lr = lr * active * matrix_lr_mul
+    matrix_lr = lr * matrix_lr_mul
     change = (wide * (update * wide >= 0)).mul_(weight_decay * lr * matrix_lr)
     wide = wide - change.addcmul_(update, matrix_lr)
     if mantissa is None:
@@ -1079,22 +1059,12 @@ def normuon_update(
 # -----------------------------------------------------------------------------
 # Optimizer
 
-# Renamed in PyTorch 2.13. reduce_scatter: runtime/cpu.py
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+class ShardedParameters:
+    """Where the ranks' shards of parameters and pending gradients lie.
 
-class NorMuonAndAdam:
-    """NorMuon for banks of matrices, Adam for everything else, sharded over the ranks. No parameter
-    groups, no backward hooks.
-
-    A step has three phases:
-      1. launch every gradient reduction, asynchronously, in scatter_order; a tied parameter's
-         gradient is added to the other's just before;
-      2. in work_order: wait for the reduction, update own shard (all, if replicated), launch the gather;
-      3. wait for the gathers, lm_head's first: while embed is tied, it becomes the transpose.
-
-    A shard is a view of the parameter and of its gradient: both collectives work in place. The ranks
-    share the rows of an embedding and the matrices of a bank. A bank that does not divide becomes a
+    The ranks share the rows of an embedding and the matrices of a bank. A shard is a view of the
+    parameter and of its gradient: collectives work in place. A bank that does not divide becomes a
     view of a padded one; padding is zero, has no state and is never updated. Matrices on 16 ranks,
     · for padding:
 
@@ -1104,53 +1074,22 @@ class NorMuonAndAdam:
 
     Pending gradients stay where autograd leaves them, in param.grad. Those of padded banks, and
     those with a wider grad_dtype, move to `wide_grads`: `accumulate` adds them there after each
-    backward pass.
-
-    While `tied`, a parameter with tied_to has no reduction: its gradient joins the other's, and its
-    own state stays at zero. `split_tied` ends weight tying.
+    backward pass. Without padding and --grad_dtype, as on 1, 2, 4 or 8 ranks, nothing moves.
     """
 
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        param_table: dict[str, ParamConfig],
-        scatter_order: Iterable[str],
-        work_order: Iterable[str],
-    ):
-        """named_parameters: (label, parameter) pairs, on their device. Uses the process group, if any.
-        Raises ValueError if table or orders do not name each parameter once, or if a parameter
-        cannot be sharded."""
-        self.params = dict(named_parameters)
-        self.table = param_table
-        self.scatter_order = tuple(scatter_order)
-        self.work_order = tuple(work_order)
-        check_optimizer(self.params, self.table, self.scatter_order, self.work_order)
+    def __init__(self, params: dict[str, nn.Parameter], table: dict[str, ParamConfig]):
+        """Uses the process group, if any. Raises ValueError if a parameter cannot be sharded."""
+        self.params = params
+        self.table = table
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.tied = True  # until split_tied
-        self.lr_schedule = 1.0  # these two come from the schedule, before each step
-        self.momentum = 0.95
-        device = next(iter(self.params.values())).device
-        # On a GPU, whether the step's loss is finite: forward_backward sets it. A tensor from the
-        # start, so that the warm-up compiles the updates of the run.
-        on_gpu = device.type == "cuda"
-        self.finite = torch.ones((), dtype=torch.bool, device=device) if on_gpu else None
-        self.grad_divisor = 1  # gradients are sums over this many micro-batches
         # By label: rows of the whole parameter. If they are padded, the parameter is a view of them.
-        self.padded = {label: self._pad(label) for label in self.params}
+        self.padded = {label: self._pad(label) for label in params}
         # Which rows this rank updates, without padding, and a view of them.
-        self.own_rows = {label: self._find_own_rows(label) for label in self.params}
+        self.own_rows = {label: self._find_own_rows(label) for label in params}
         self.shards = {label: self._own(label, padded) for label, padded in self.padded.items()}
         self.wide_grads = self._allocate_wide_grads()
         self.in_wide: set[str] = set()  # labels whose pending gradient is in wide_grads
-        self.state: dict[str, dict[str, Any]] = {}
-        self.constants: dict[str, dict[str, Tensor]] = {}
-        for label, shard in self.shards.items():
-            row = param_table[label]
-            self.state[label] = row.initial_state(shard)
-            self.constants[label] = row.constants(shard, self.own_rows[label].start)
-
-    # Layout
 
     def num_rows(self, label: str) -> int:
         """Rows of a parameter, without padding."""
@@ -1189,12 +1128,12 @@ class NorMuonAndAdam:
 
     def _find_own_rows(self, label: str) -> slice:
         """The rows this rank updates: those of its part that are not padding."""
-        row = self.table[label]
         n = self.num_rows(label)
-        size = len(self._rank_slice(label, self.padded[label]))
-        first = self.rank * size if row.comms == "sharded" else 0
-        if row.pad_front:
-            first -= len(self.padded[label]) - n
+        if self.table[label].comms == "replicated":
+            return slice(0, n)
+        size = len(self.padded[label]) // self.world_size
+        padding_before = (len(self.padded[label]) - n) * self.table[label].pad_front
+        first = self.rank * size - padding_before
         return slice(min(max(first, 0), n), min(max(first + size, 0), n))
 
     def _own(self, label: str, padded: Tensor) -> Tensor:
@@ -1203,14 +1142,11 @@ class NorMuonAndAdam:
     def _allocate_wide_grads(self) -> dict[str, Tensor]:
         """Zeros, padded, for the gradients that cannot stay where autograd leaves them."""
         wide = {}
-        for label, param in self.params.items():
-            dtype = torch.promote_types(param.dtype, self.table[label].grad_dtype or param.dtype)
-            padded = len(self.padded[label]) > self.num_rows(label)
-            if dtype != param.dtype or padded:
-                wide[label] = torch.zeros_like(self.padded[label], dtype=dtype)
+        for label, padded in self.padded.items():
+            dtype = torch.promote_types(padded.dtype, self.table[label].grad_dtype or padded.dtype)
+            if dtype != padded.dtype or len(padded) > self.num_rows(label):
+                wide[label] = torch.zeros_like(padded, dtype=dtype)
         return wide
-
-    # Pending gradients
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -1220,30 +1156,26 @@ class NorMuonAndAdam:
             if grad is None:
                 continue
             inner = self._without_padding(label, wide)
-            rows = self.table[label].as_rows(grad)
-            if label in self.in_wide:
-                inner.add_(rows)
-            else:
-                inner.copy_(rows)
+            add = inner.add_ if label in self.in_wide else inner.copy_
+            add(self.table[label].as_rows(grad))
             self.in_wide.add(label)
             self.params[label].grad = None
 
-    def _has_gradient(self, label: str) -> bool:
-        return self.params[label].grad is not None or label in self.in_wide
-
-    def _pending(self, label: str) -> Tensor:
-        """Rows of the pending gradient, with padding if the parameter has some."""
+    def _pending(self, label: str) -> Tensor | None:
+        """Rows of the pending gradient, if any, with padding if the parameter has some."""
         if label in self.in_wide:
             return self.wide_grads[label]
-        return self.table[label].as_rows(self.params[label].grad)
+        grad = self.params[label].grad
+        return None if grad is None else self.table[label].as_rows(grad)
 
     def gradients(self) -> dict[str, Tensor]:
         """Pending gradients by label, shaped like their parameters, not copied."""
         self.accumulate()
+        pending = {label: self._pending(label) for label in self.params}
         return {
-            label: self._without_padding(label, self._pending(label)).view_as(param)
-            for label, param in self.params.items()
-            if self._has_gradient(label)
+            label: self._without_padding(label, rows).view_as(self.params[label])
+            for label, rows in pending.items()
+            if rows is not None
         }
 
     def load_gradients(self, saved: dict[str, Tensor]) -> None:
@@ -1258,37 +1190,81 @@ class NorMuonAndAdam:
             elif label in saved:
                 param.grad = saved[label].to(param.device, copy=True)
 
-    # The step
+    def _clear(self, labels: Iterable[str]) -> None:
+        """The next backward pass starts these gradients from zero."""
+        for label in labels:
+            self.params[label].grad = None
+        self.in_wide -= set(labels)
+
+
+class NorMuonAndAdam(ShardedParameters):
+    """NorMuon for banks of matrices, Adam for everything else, sharded over the ranks. No parameter
+    groups, no backward hooks.
+
+    A step has three phases:
+      1. launch every gradient reduction, asynchronously, in scatter_order; a tied parameter's
+         gradient is added to the other's just before;
+      2. in work_order: wait for the reduction, update own shard (all, if replicated), launch the gather;
+      3. wait for the gathers, lm_head's first: while embed is tied, it becomes the transpose.
+
+    While `tied`, a parameter with tied_to has no reduction: its gradient joins the other's, and its
+    own state stays at zero. `split_tied` ends weight tying.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        param_table: dict[str, ParamConfig],
+        scatter_order: Iterable[str],
+        work_order: Iterable[str],
+    ):
+        """named_parameters: (label, parameter) pairs, on their device. Raises ValueError if table or
+        orders do not name each parameter once, or if a parameter cannot be sharded."""
+        params = dict(named_parameters)
+        self.scatter_order = tuple(scatter_order)
+        self.work_order = tuple(work_order)
+        checks.check_optimizer(params, param_table, self.scatter_order, self.work_order)
+        super().__init__(params, param_table)
+        self.tied = True  # until split_tied
+        self.grad_divisor = 1  # gradients are sums over this many micro-batches
+        self.state: dict[str, dict[str, Any]] = {}
+        self.constants: dict[str, dict[str, Tensor]] = {}
+        for label, shard in self.shards.items():
+            row = param_table[label]
+            self.state[label] = row.initial_state(shard)
+            self.constants[label] = row.constants(shard, self.own_rows[label].start)
 
     @torch.no_grad()
-    def step(self, step: int) -> None:
+    def step(self, step: int, lr_factor: float = 1.0, momentum: float = 0.95) -> None:
         """Update every parameter that is due at this step, then clear its gradient. The gradients of
-        the others stay: the next backward pass adds to them. Raises RunError for a missing one."""
+        the others stay: the next backward pass adds to them. lr_factor, momentum: see UpdateArgs.
+        Raises RunError for a missing gradient."""
         self.accumulate()
         due = [label for label, row in self.table.items() if row.is_due(step)]
-        missing = [label for label in due if not self._has_gradient(label)]
+        missing = [label for label in due if self._pending(label) is None]
         if missing:
             raise RunError(
                 f"no gradient for {', '.join(missing)} at step {step}: every parameter needs a "
                 f"gradient; for an unused one add `0 * p.sum()` to the loss"
             )
-        # By label, the parameter that is tied to it. Tied ones take no part of their own.
-        tied_to = {}
+        # While tied, a leader's follower takes no part of its own: {"lm_head": "embed"}.
+        follower = {}
         if self.tied:
-            tied_to = {row.tied_to: label for label, row in self.table.items() if row.tied_to}
-        active = [label for label in due if label not in tied_to.values()]
+            follower = {row.tied_to: label for label, row in self.table.items() if row.tied_to}
+        active = [label for label in due if label not in follower.values()]
 
         # 1. Launch the reductions.
         reductions = {}
         for label in self.scatter_order:
             if label not in active:
                 continue
-            if label in tied_to:  # added while the reductions before it travel
-                tied_grad = self._pending(tied_to[label])
-                transpose_add(tied_grad, self._pending(label), self.world_size == 1)
+            if label in follower:  # added while the reductions before it travel
+                follower_grad = self._pending(follower[label])
+                transpose_add(follower_grad, self._pending(label), self.world_size == 1)
             reductions[label] = self._launch_reduction(label)
 
         # 2. Update as soon as the reduction is done, and launch the gather.
+        args = UpdateArgs(lr_factor, momentum, 1 / self.grad_divisor)
         gathers = {}
         for label in self.work_order:
             if label not in active:
@@ -1296,21 +1272,19 @@ class NorMuonAndAdam:
             grad, work = reductions[label]
             if work is not None:
                 work.wait()
-            self._update(label, grad)
+            self._update(label, grad, args)
             gathers[label] = self._launch_gather(label)
 
-        # 3. Wait for the gathers; first for what a tied parameter copies.
-        for label in sorted(gathers, key=lambda label: label not in tied_to):
+        # 3. Wait for the gathers, the leaders' first; a follower becomes the transpose.
+        leaders = [label for label in gathers if label in follower]
+        for label in dict.fromkeys([*leaders, *gathers]):
             if gathers[label] is not None:
                 gathers[label].wait()
-            if label in tied_to:
-                tied = self.params[tied_to[label]]
-                transpose_copy(self.params[label].data, tied.data, self.world_size == 1)
+            if label in follower:
+                copy = self.params[follower[label]].data
+                transpose_copy(self.params[label].data, copy, self.world_size == 1)
 
-        # The next backward pass begins these anew.
-        for label in due:
-            self.params[label].grad = None
-        self.in_wide -= set(due)
+        self._clear(due)
 
     def _launch_reduction(self, label: str) -> tuple[Tensor, dist.Work | None]:
         """The summed gradient of this rank's rows, in place, and what to wait for before reading it."""
@@ -1322,8 +1296,7 @@ class NorMuonAndAdam:
             return own, dist.all_reduce(grad, async_op=True)
         return own, reduce_scatter(self._rank_slice(label, grad).view(-1), grad.view(-1))
 
-    def _update(self, label: str, grad: Tensor) -> None:
-        args = UpdateArgs(self.lr_schedule, self.momentum, 1 / self.grad_divisor, self.finite)
+    def _update(self, label: str, grad: Tensor, args: UpdateArgs) -> None:
         constants = self.constants[label]
         self.table[label].update(self.shards[label], grad, self.state[label], args, **constants)
 
@@ -1365,35 +1338,47 @@ class NorMuonAndAdam:
 class StepSchedule(NamedTuple):
     """Everything the schedule says about one step."""
 
-    batch_tokens: int  # of all micro-batches together
+    step: int
+    batch_tokens: int  # all micro-batches together
     max_doc_len: int  # documents are cut at this many tokens
-    short_window: int  # tokens
-    long_window: int  # tokens
+    short_window: int  # positions before a query: tokens, but in paired layers half tokens
+    long_window: int  # positions
     yarn_window: int  # tokens: the long window that the rotary table is made for
-    lr_schedule: float  # multiplies every learning rate
-    momentum: float  # of NorMuon
-    mtp_weights: tuple[float, ...]  # of the next token, the one after it, …
-    prefix_weight: float  # of the next token's prefix
+    lr_factor: float  # multiplies every learning rate
+    momentum: float  # NorMuon's
+    mtp_weights: tuple[float, ...]  # the next token's, then the one after it, …
+    prefix_weight: float  # the next token's prefix
+    is_validated: bool  # before the step
+    splits: bool  # weight tying ends with the step's update
+
+
+def make_plan(h: Hyperparameters) -> list[StepSchedule]:
+    """The schedule of every step, and of the final validation as the last entry. Built once per run:
+    loader, warm-up, loop, optimizer and checkpoints read it."""
+    return [step_schedule(step, h) for step in range(h.total_iterations + 1)]
 
 
 def step_schedule(step: int, h: Hyperparameters) -> StepSchedule:
     """The schedule as a pure function. step = h.total_iterations is the final validation."""
     stage, progress = stage_at(step, h.num_scheduled_iterations)
-    shown = FINAL_VALIDATION if step >= h.total_iterations else stage
+    sizes = FINAL_VALIDATION if step >= h.total_iterations else stage
 
     def interpolate(first: float, last: float) -> float:
         return first + (last - first) * progress
 
     return StepSchedule(
-        batch_tokens=shown.batch * h.batch_unit,
-        max_doc_len=shown.docs * h.block_size,
-        short_window=shown.short * h.block_size,
-        long_window=shown.long * h.block_size,
+        step=step,
+        batch_tokens=sizes.batch * h.batch_unit,
+        max_doc_len=sizes.docs * h.block_size,
+        short_window=sizes.short * h.block_size,
+        long_window=sizes.long * h.block_size,
         yarn_window=stage.long * h.block_size,
-        lr_schedule=lr_multiplier(step, h.num_scheduled_iterations),
+        lr_factor=lr_multiplier(step, stage, h.num_scheduled_iterations),
         momentum=muon_momentum(step, h),
         mtp_weights=tuple(map(interpolate, stage.mtp_first, stage.mtp_last)),
         prefix_weight=interpolate(stage.prefix_first, stage.prefix_last),
+        is_validated=step == h.total_iterations or (h.val_every > 0 and step % h.val_every == 0),
+        splits=step == split_step(h.num_scheduled_iterations),
     )
 
 
@@ -1408,11 +1393,10 @@ def stage_at(step: int, scheduled: int) -> tuple[Stage, float]:
     return EXTENSION, 0.0
 
 
-def lr_multiplier(step: int, scheduled: int) -> float:
+def lr_multiplier(step: int, stage: Stage, scheduled: int) -> float:
     """The stage's multiplier; from LR_DECAY_FROM it falls, linearly, to LR_FLOOR at the end of the
     scheduled steps."""
     decay_from = int(LR_DECAY_FROM * scheduled)
-    stage, _ = stage_at(step, scheduled)
     if step >= scheduled:  # the extension
         return LR_FLOOR
     if step <= decay_from:  # constant within a stage
@@ -1459,65 +1443,48 @@ def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
 
 
 class TrainingManager:
-    """Model and optimizer of a run. Applies the schedule, which is a pure function of the step; what
-    it has changed in the model (YaRN, the end of weight tying) is kept as extra state."""
+    """Model and optimizer of a run, taken through the plan. What the plan has changed in the model
+    (YaRN, the end of weight tying) is kept as extra state."""
 
     def __init__(self, model: GPT, h: Hyperparameters):
         self.model = model
         self.h = h
+        self.max_val_doc_len = 0  # tokens of the longest validation document; 0: unknown
         self.optimizer = NorMuonAndAdam(
             model.named_parameters(), param_table(h), SCATTER_ORDER, WORK_ORDER
         )
         self.optimizer.grad_divisor = h.micro_batches
-        self.split_step = split_step(h.num_scheduled_iterations)
         # In tokens, by stage: the rotary table is made for one after the other.
         self.long_windows = [stage.long * h.block_size for stage in (*STAGES, EXTENSION)]
         self.yarn_window = self.long_windows[0]
-        self.max_val_doc_len = 0  # tokens of the longest validation document; 0: unknown
-        self.advance_schedule(0)
 
-    def advance_schedule(self, step: int) -> None:
-        """Set the schedule to `step`. YaRN passes through the windows of all stages on the way.
-        Raises ValueError if YaRN is already beyond that step."""
-        coming = step_schedule(step, self.h)
+    def advance_schedule(self, now: StepSchedule) -> ForwardSchedule:
+        """Take the model to a step of the plan; what its forward passes need. YaRN passes through the
+        windows of all stages on the way. Raises ValueError if YaRN is already beyond that step."""
         old = self.long_windows.index(self.yarn_window)
-        new = self.long_windows.index(coming.yarn_window)
+        new = self.long_windows.index(now.yarn_window)
         if new < old:
-            raise ValueError(f"step {step} is before the stage that YaRN has reached")
+            raise ValueError(f"step {now.step} is before the stage that YaRN has reached")
         for narrow, wide in itertools.pairwise(self.long_windows[old : new + 1]):
-            self.model.extend_windows(narrow, wide)
-        self.current = coming
-        self.yarn_window = coming.yarn_window
-        values = (*coming.mtp_weights, coming.prefix_weight)
+            self.model.yarn.extend(narrow, wide)
+        self.yarn_window = now.yarn_window
+        windows = (now.short_window, now.long_window)
+        if uses_flash(self.model.embed):
+            windows = map(graph_input, windows)
+        values = (*now.mtp_weights, now.prefix_weight)
         weights = torch.empty(len(values), device=self.model.embed.device)
         for weight, value in zip(weights, values):  # launches: a copy would keep the host waiting
             weight.fill_(value)
-        self.mtp_weights = weights[:-1]
-        self.prefix_weight = weights[-1:] if coming.prefix_weight else None
-
-    def forward_schedule(self) -> ForwardSchedule:
-        current = self.current
-        windows = (current.short_window, current.long_window)
-        if uses_flash(self.model.embed):
-            windows = map(graph_input, windows)
         if not self.model.training:  # one graph for all stages
-            return ForwardSchedule(self.mtp_weights[:1], *windows, self.max_val_doc_len)
-        return ForwardSchedule(self.mtp_weights, *windows, current.max_doc_len, self.prefix_weight)
+            return ForwardSchedule(weights[:1], *windows, self.max_val_doc_len)
+        prefix_weight = weights[-1:] if now.prefix_weight else None
+        return ForwardSchedule(weights[:-1], *windows, now.max_doc_len, prefix_weight)
 
-    def batch_tokens(self, step: int) -> int:
-        return step_schedule(step, self.h).batch_tokens
-
-    def max_doc_len(self, step: int) -> int:
-        return step_schedule(step, self.h).max_doc_len
-
-    def step_optimizers(self, step: int) -> None:
-        """Update the model with the gradients of `step`, at its learning rate and momentum. End
+    def step_optimizers(self, now: StepSchedule) -> None:
+        """Update the model with the gradients of a step, at its learning rate and momentum. End
         weight tying if that is due."""
-        current = step_schedule(step, self.h)
-        self.optimizer.lr_schedule = current.lr_schedule
-        self.optimizer.momentum = current.momentum
-        self.optimizer.step(step)
-        if step == self.split_step:
+        self.optimizer.step(now.step, now.lr_factor, now.momentum)
+        if now.splits:
             self.optimizer.split_tied()
 
     def extra_state(self) -> dict[str, Any]:
@@ -1544,13 +1511,9 @@ def build(
     h: Hyperparameters, ranks: Ranks, max_val_doc_len: int = 0, prefixes: Any = None
 ) -> TrainingManager:
     """The model with its initial weights, the same on every rank and device, in its manager."""
-    seed_random(h.seed)
+    seed_random(h.seed)  # for Python and NumPy, should an idea draw from them
     torch.manual_seed(h.seed)
-    sizes = (h.vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, h.max_tokens)
-    tables = dict(bigram_rows=h.bigram_rows, prefixes=prefixes)
-    options = dict(**tables, attention_scale=h.attention_scale)
-    fp8 = has_fp8(ranks.device)
-    model = GPT(*sizes, **options, fp8_head=h.fp8_head and fp8, fp8_mlp=h.fp8_mlp and fp8)
+    model = GPT(h, prefixes, has_fp8(ranks.device))
     if h.dtype == "float32":
         model.float()
     model.to(ranks.device)
@@ -1561,112 +1524,75 @@ def build(
     return manager
 
 
-def check_shards(h: Hyperparameters) -> DataFacts:
-    """Raise DataError if the shards cannot feed the schedule or the validation."""
-    return check_data(
-        h.data,
-        steps=h.total_iterations,
-        batch_tokens=lambda step: step_schedule(step, h).batch_tokens,
-        max_doc_len=lambda step: step_schedule(step, h).max_doc_len,
-        val_tokens=h.val_tokens,
-        val_batch_tokens=h.val_batch_tokens,
-        encoding=h.encoding,
-        **h.stream,
-    )
-
-
-def training_batches(h: Hyperparameters, ranks: Ranks, first_step: int) -> Iterator:
+def training_batches(
+    h: Hyperparameters, plan: list[StepSchedule], ranks: Ranks, first_step: int = 0
+) -> Iterator:
     """This rank's micro-batches (inputs, targets, cu_seqlens) from first_step on, on the CPU."""
-    return distributed_data_generator(
-        train_pattern(h.data),
-        lambda step: step_schedule(step, h).batch_tokens,
-        lambda step: step_schedule(step, h).max_doc_len,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        first_step=first_step,
-        **h.stream,
-    )
-
-
-def validation_batches(h: Hyperparameters, ranks: Ranks, max_doc_len: int) -> Iterator:
-    """This rank's micro-batches of the validation tokens: contiguous, documents not cut."""
-    return distributed_data_generator(
-        val_pattern(h.data),
-        h.val_batch_tokens,
-        max_doc_len,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        aligned=False,
-        **h.stream,
-    )
+    place = dict(rank=ranks.rank, world_size=ranks.world_size, first_step=first_step)
+    return distributed_data_generator(train_pattern(h.data), plan[:-1], **place, **h.stream)
 
 
 # -----------------------------------------------------------------------------
 # Warm-up and validation
 
 
-def is_validated(step: int, h: Hyperparameters) -> bool:
-    return step == h.total_iterations or (h.val_every > 0 and step % h.val_every == 0)
+def forward_shapes(plan: list[StepSchedule], h: Hyperparameters) -> list[tuple]:
+    """(step of the plan, whether it trains, tokens of a micro-batch) of each shape of a forward pass.
+    With FlashAttention one graph serves all windows; on a CPU each has its own."""
+    first = {}
+    for now in plan:
+        windows = (now.short_window, now.long_window)
+        tokens = now.batch_tokens // h.micro_batches
+        if now.step < h.total_iterations:
+            first.setdefault((tokens, windows, len(now.mtp_weights)), (now, True, tokens))
+        if now.is_validated:
+            first.setdefault(windows, (now, False, h.val_batch_tokens // h.micro_batches))
+    return list(first.values())
 
 
-def forward_shapes(h: Hyperparameters, first_step: int = 0) -> Iterator[tuple[int, bool, int]]:
-    """(step, whether it trains, tokens of a micro-batch) of every shape of a forward pass in the
-    schedule from first_step on. With FlashAttention one graph serves all windows; on a CPU each has
-    its own."""
-    seen = set()
-    for step in range(first_step, h.total_iterations + 1):
-        current = step_schedule(step, h)
-        passes = [(True, current.batch_tokens)] if step < h.total_iterations else []
-        if is_validated(step, h):
-            passes.append((False, h.val_batch_tokens))
-        for training, batch_tokens in passes:
-            tokens = batch_tokens // h.micro_batches
-            windows = (current.short_window, current.long_window)
-            shape = (training, tokens, windows, training and len(current.mtp_weights))
-            if shape not in seen:
-                seen.add(shape)
-                yield step, training, tokens
-
-
-def warm_up(manager: TrainingManager, ranks: Ranks, first_step: int = 0) -> None:
-    """Run every shape of the schedule from first_step on, and every kind of update, so that nothing
-    compiles while the clock runs. The manager is of no use afterwards: the run builds its own."""
+def warm_up(manager: TrainingManager, plan: list[StepSchedule], ranks: Ranks) -> None:
+    """Run every shape of these steps, and every kind of update, so that nothing compiles while the
+    clock runs. Discard the manager afterwards: the run builds its own."""
     model = manager.model
     h = manager.h
-    sizes = dict(vocab_size=h.vocab_size, doc_slots=h.doc_slots)
-    for step, training, tokens in forward_shapes(h, first_step):
-        manager.advance_schedule(step)
+    for now, training, tokens in forward_shapes(plan, h):
         model.train(training)
         model.zero_grad()
-        batch = synthetic_batch(tokens, max_doc_len=manager.current.max_doc_len, **sizes)
-        batch = to_device(batch, ranks.device)
+        schedule = manager.advance_schedule(now)
+        sizes = (tokens, h.vocab_size, now.max_doc_len, h.doc_slots)
+        batch = to_device(synthetic_batch(*sizes), ranks.device)
         for _ in range(1 + training):  # the second gradient is added to the first
             with torch.set_grad_enabled(training):
-                loss = model(*batch, manager.forward_schedule())
+                loss = model(*batch, schedule)
             if training:
                 loss.backward()
     # Updates at even and odd steps; tied, at the split, and after it.
-    split = manager.split_step
+    split = split_step(h.num_scheduled_iterations)
     for step in (0, 1, split, split + 1, split + 2):
         for param in model.parameters():  # an update compiles for shapes, whatever the gradient
             param.grad = torch.ones_like(param)
-        manager.step_optimizers(step)
+        manager.optimizer.step(step)
+        if step == split:
+            manager.optimizer.split_tied()
 
 
 @torch.no_grad()
-def validate(step: int, manager: TrainingManager, run: Run) -> float | None:
-    """Mean next-token loss of the validation tokens, in nats; None if a signal has cut it short."""
+def validate(now: StepSchedule, manager: TrainingManager, run: Run) -> float | None:
+    """Mean next-token loss of the validation tokens, in nats; None if a signal has cut it short.
+    Micro-batches are contiguous tokens; documents are not cut."""
     h = manager.h
     model = manager.model.eval()
-    seed_random(h.seed, step, run.ranks.rank)  # the same draws after a resume
-    manager.advance_schedule(step)
+    seed_random(h.seed, now.step, run.ranks.rank)  # the same draws after a resume
+    schedule = manager.advance_schedule(now)
+    per_rank = h.micro_batches // run.ranks.world_size
     num_batches = h.val_tokens // h.val_batch_tokens
-    per_batch = h.micro_batches // run.ranks.world_size  # this rank's micro-batches
-    opened = functools.partial(validation_batches, h, run.ranks, manager.max_val_doc_len)
-    total = torch.zeros((), device=run.ranks.device)  # of this rank's mean losses
-    for i, batch in enumerate(run.read_ahead(opened, per_batch, num_batches)):
-        total += model(*to_device(batch, run.ranks.device), manager.forward_schedule())
-        if i % per_batch == 0 and run.heard_signal():
+    plan = [Batch(h.val_batch_tokens, manager.max_val_doc_len)] * num_batches
+    place = dict(rank=run.ranks.rank, world_size=run.ranks.world_size, aligned=False)
+    batches = distributed_data_generator(val_pattern(h.data), plan, **place, **h.stream)
+    total = torch.zeros((), device=run.ranks.device)  # sum of this rank's mean losses
+    for i, batch in enumerate(run.read_ahead(batches, per_rank)):
+        total += model(*to_device(batch, run.ranks.device), schedule)
+        if i % per_rank == 0 and run.heard_signal():
             return None
     model.train()
     return sum(run.ranks.gather(total.item())) / (num_batches * h.micro_batches)
@@ -1679,10 +1605,11 @@ def validate(step: int, manager: TrainingManager, run: Run) -> float | None:
 def prepare(run: Run) -> TrainingManager:
     """Everything before the clock starts: checks, log, warm-up, then the model that is trained."""
     h = run.settings
+    plan = run.plan
     ranks = run.ranks
-    ranks.on_all_ranks(h.check, ranks.world_size)
-    ranks.on_first(functools.partial(make_default_data, h.data))
-    data = ranks.on_all_ranks(check_shards, h)
+    ranks.on_first(functools.partial(checks.make_default_data, h.data))
+    check = functools.partial(check_data, h.data, plan[:-1], encoding=h.encoding, **h.stream)
+    data = ranks.on_all_ranks(check, h.val_tokens, h.val_batch_tokens)
     prefixes = ranks.on_all_ranks(load_prefixes, h.data, h.encoding, h.vocab_size)
     if ranks.device.type == "cuda":
         arithmetic = f"attention: {flash_attention()}"
@@ -1698,53 +1625,34 @@ def prepare(run: Run) -> TrainingManager:
     run.open(manager, data.shards, [arithmetic])
     run.announce(manager, PRESETS)
     with run.timed_warm_up():
-        warm_up(manager, ranks, run.first_step)
+        warm_up(manager, plan[run.first_step :], ranks)
         del manager
     manager = build(h, ranks, data.longest, prefixes)
     run.restore(manager)
     return manager
 
 
-def forward_backward(step: int, manager: TrainingManager, batches: Iterator, run: Run) -> None:
-    """This rank's micro-batches of a step: leaves their gradients pending. Raises AgreedError on all
-    ranks if a loss is not finite: on a CPU this step's, on a GPU that of the step before, so that the
-    host can go on. There the update itself leaves out a step whose loss is not."""
-    ranks = run.ranks
-    schedule = manager.current
-    tokens = schedule.batch_tokens // ranks.world_size
-    num_batches = manager.h.micro_batches // ranks.world_size
-    total = torch.zeros((), device=ranks.device)  # of this rank's losses, summed over tokens
-    for i, batch in enumerate(itertools.islice(batches, num_batches)):
-        loss = manager.model(*to_device(batch, ranks.device), manager.forward_schedule())
-        total += loss.detach()
-        if i == num_batches - 1:  # reduced over the ranks while the last backward pass runs
-            run.send_loss(step, total / (tokens * sum(schedule.mtp_weights)))
-        loss.backward()
-        manager.optimizer.accumulate()
-    manager.optimizer.finite = run.check_loss()
-
-
 def train(
-    h: Hyperparameters, ranks: Ranks, signals: Signals, parse: Callable | None = None
+    h: Hyperparameters, ranks: Ranks, signals: Signals, resumed: Checkpoint | None = None
 ) -> None:
-    """One run, from the initial weights or a checkpoint to the log's last line. Raises RunError.
-    parse: see Run."""
-    with Run(replace(h), ranks, signals, SOURCES, parse) as run:
-        h = run.settings
+    """One run, from the initial weights or a checkpoint to the log's last line. Raises RunError."""
+    ranks.on_all_ranks(h.check, ranks.world_size)
+    plan = make_plan(h)
+    with Run(h, plan, ranks, signals, SOURCES, resumed) as run:
         manager = prepare(run)
         last = h.total_iterations
-        opened = functools.partial(training_batches, h, ranks, run.first_step)
-        per_step = h.micro_batches // ranks.world_size
-        batches = run.read_ahead(opened, per_step, last - run.first_step)
+        per_rank = h.micro_batches // ranks.world_size
+        batches = run.read_ahead(training_batches(h, plan, ranks, run.first_step), per_rank)
         clock = run.clock
         clock.start()
-        for step in range(run.first_step, last + 1):
+        for now in plan[run.first_step :]:
+            step = now.step
             # Not timed: validation, checkpoints, and the end that a signal asks for.
-            if is_validated(step, h) or run.must_pause(step):
+            if now.is_validated or run.must_pause(step):
                 clock.stop()
                 run.save_or_stop(step)  # if a checkpoint is due, or a signal has arrived
-                if is_validated(step, h):
-                    val_loss = validate(step, manager, run)
+                if now.is_validated:
+                    val_loss = validate(now, manager, run)
                     run.stop_if_signalled(step)
                     run.log.write(
                         f"step:{step}/{last} val_loss:{val_loss:.4f} "
@@ -1754,24 +1662,40 @@ def train(
             if step == last:
                 break
 
-            # Timed: data, forward, backward, reductions, updates, gathers, the step line.
+            # Timed: data (the first micro-batches are there), forward, backward, reductions, updates,
+            # gathers, the step line.
             seed_random(h.seed, step, ranks.rank)
-            manager.advance_schedule(step)
-            forward_backward(step, manager, batches, run)
-            manager.step_optimizers(step)
+            schedule = manager.advance_schedule(now)
+            tokens = now.batch_tokens // ranks.world_size
+            total = torch.zeros((), device=ranks.device)  # loss of this rank, summed over tokens
+            for i, batch in enumerate(itertools.islice(batches, per_rank), 1):
+                loss = manager.model(*to_device(batch, ranks.device), schedule)
+                total += loss.detach()
+                if i == per_rank:  # reduced over the ranks while the last backward pass runs
+                    run.send_loss(step, total / (tokens * sum(now.mtp_weights)))
+                loss.backward()
+                manager.optimizer.accumulate()
+            run.check_loss()
+            manager.step_optimizers(now)
             run.log_step(
                 f"step:{step + 1}/{last} "
                 f"train_time:{clock.ms():.0f}ms step_avg:{clock.ms() / (step + 1):.2f}ms"
             )
         clock.stop()
-        run.finish(functools.partial(sample_text, manager) if h.sample_tokens else None)
+        sample = functools.partial(sample_text, manager, plan[-1])
+        run.finish(sample if h.sample_tokens else None)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Options, ranks, training. Raises RunError, or SystemExit with code 2 for bad options."""
     parse = functools.partial(parse_options, Hyperparameters, PRESETS, argv)
     with Signals() as signals:
-        train(parse(), join_ranks(), signals, parse)
+        h = parse()
+        ranks = join_ranks()
+        resumed = ranks.on_all_ranks(find_resumed, h.resume, h.log_dir, h.run_id)
+        if resumed:  # its settings, under this command's options
+            h = parse(resumed.content["settings"])
+        train(h, ranks, signals, resumed)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from runtime import cpu
-from runtime.cpu import CPU_BF16, CPU_FP32  # noqa: F401 (train_gpt.py imports both from here)
+from runtime.cpu import CPU_BF16
 
 try:
     import triton
@@ -2128,8 +2128,8 @@ def fused_on_gpu(function: Callable) -> Callable:
         return torch.compile(function, dynamic=False, fullgraph=True)
 
     @functools.wraps(function)
-    def dispatch(x: Tensor, *args: Any) -> Any:
-        return compiled()(x, *args) if x.is_cuda else function(x, *args)
+    def dispatch(x: Tensor, *args: Any, **options: Any) -> Any:
+        return (compiled() if x.is_cuda else function)(x, *args, **options)
 
     return dispatch
 

@@ -50,7 +50,7 @@ from data.shards import write_shard
 from runtime.ranks import Ranks
 from sample import load_script
 from train_gpt import LAYERS, MLP_BANK_LAYERS, MUDD, POLAR_EXPRESS_COEFFICIENTS, STAGES
-from train_gpt import VALUE_LAYERS, Hyperparameters, NorMuon, param_table, step_schedule
+from train_gpt import VALUE_LAYERS, Hyperparameters, NorMuon, StepSchedule, make_plan, param_table
 
 # -----------------------------------------------------------------------------
 # What the sections share
@@ -62,7 +62,7 @@ class Bench:
     scratch: Path  # logs; gone at the end
     cache: Path  # shards; stays
     report: Path  # without suffix
-    variants: list[str]  # of section ab
+    variants: list[str]  # for section ab
 
     @property
     def ranks(self) -> Ranks:
@@ -86,10 +86,10 @@ class Bench:
         found |= dict(num_scheduled_iterations=45, num_extension_iterations=5, val_every=50)
         found |= dict(val_tokens=524_288, val_batch_tokens=524_288)
         if self.dry:
-            found |= dict(vocab_size=257, model_dim=32, num_heads=2, head_dim=16, dtype="float32")
-            found |= dict(compile=False, batch_unit=32, micro_batches=2, block_size=16)
+            found |= dict(vocab_size=257, model_dim=32, num_heads=2, head_dim=16, bigram_rows=768)
+            found |= dict(dtype="float32", compile=False, batch_unit=32, micro_batches=2)
             found |= dict(num_scheduled_iterations=6, num_extension_iterations=2, val_every=8)
-            found |= dict(val_tokens=2048, val_batch_tokens=2048)
+            found |= dict(val_tokens=2048, val_batch_tokens=2048, block_size=16)
         return Hyperparameters(**found, log_dir=str(self.scratch / "logs"), **changes)
 
     def manager(self, h: Any, script: ModuleType) -> Any:
@@ -100,21 +100,22 @@ class Bench:
     def warm_up(self) -> float:
         """Seconds of the script's own warm-up, once a process: what follows compiles nothing."""
         started = time.perf_counter()
-        train_gpt.warm_up(self.manager(self.settings(), train_gpt), self.ranks)
+        h = self.settings()
+        train_gpt.warm_up(self.manager(h, train_gpt), make_plan(h), self.ranks)
         return time.perf_counter() - started
 
     def batches(self, h: Any, step: int, count: int) -> list[list[tuple[torch.Tensor, ...]]]:
         """The micro-batches of so many steps from `step` on, on the CPU."""
-        stream = train_gpt.training_batches(h, self.ranks, step)
+        stream = train_gpt.training_batches(h, make_plan(h), self.ranks, step)
         found = [list(itertools.islice(stream, h.micro_batches)) for _ in range(count)]
         stream.close()
         return found
 
-    def passes(self, manager: Any, batches: Iterable[tuple]) -> None:
+    def passes(self, manager: Any, schedule: Any, batches: Iterable[tuple]) -> None:
         """Forward and backward passes of a step."""
         for batch in batches:
             batch = [x.to(self.ranks.device, non_blocking=True) for x in batch]
-            manager.model(*batch, manager.forward_schedule()).backward()
+            manager.model(*batch, schedule).backward()
             manager.optimizer.accumulate()
 
     def synchronize(self) -> None:
@@ -163,11 +164,13 @@ def stages_of(h: Any) -> dict[str, range]:
     return {name: range(*pair) for name, pair in zip(names, bounds)}
 
 
-def enter(manager: Any, step: int) -> None:
-    """The manager as it is in this step, which may skip steps before it."""
-    manager.advance_schedule(step)
-    if manager.optimizer.tied and step > manager.split_step:
+def enter(manager: Any, now: StepSchedule) -> Any:
+    """Take the manager to this step of the plan, which may skip steps before it; what its forward
+    passes need."""
+    split = train_gpt.split_step(manager.h.num_scheduled_iterations)
+    if manager.optimizer.tied and now.step > split:
         manager.optimizer.split_tied()
+    return manager.advance_schedule(now)
 
 
 # -----------------------------------------------------------------------------
@@ -191,16 +194,16 @@ def mean_keys(documents: np.ndarray, window: int, positions: int = 1) -> float:
     return seen.sum() / lengths.sum()
 
 
-def floor(step: int, h: Hyperparameters, batches: list[tuple] = ()) -> dict[str, float]:
+def floor(now: StepSchedule, h: Hyperparameters, batches: list[tuple] = ()) -> dict[str, float]:
     """Seconds of each class in a step of one GPU, with the documents of these micro-batches, (inputs,
     targets, cu_seqlens) each, or of FineWeb's lengths."""
-    now = step_schedule(step, h)
     documents = np.minimum(list(itertools.islice(fineweb_lengths(), 20_000)), now.max_doc_len)
     if batches:
         documents = np.concatenate([np.diff(np.unique(starts)) for _, _, starts in batches])
     shapes = {label: x.shape for label, x in model_parameters(h).items()}
     weights = {label: math.prod(shape) for label, shape in shapes.items()}
     up = weights["mlp"] * len(LAYERS) // MLP_BANK_LAYERS // 2  # weights of all up-projections
+    mudd = weights["mudd_W1"] + weights["mudd_W2"]
     fp8_head, fp8_up = (FP8 if on else BF16 for on in (h.fp8_head, h.fp8_mlp))
     matmul = 2 * now.batch_tokens  # operations of a weight
     tensor = 2 * now.batch_tokens * h.model_dim / MEMORY  # seconds of one (tokens, dim) in 16 bits
@@ -226,7 +229,7 @@ def floor(step: int, h: Hyperparameters, batches: list[tuple] = ()) -> dict[str,
     head_in_fp8 = 2 * tensor + 4 * h.micro_batches * weights["lm_head"] / MEMORY
     rows = sum(shapes[label][1] for label in ("embed", "value_embeds", "bigram_embed"))
     return {
-        "matmuls": matmul * (3 * (weights["attn"] + weights["mudd"]) + 4 * up) / BF16,
+        "matmuls": matmul * (3 * (weights["attn"] + mudd) + 4 * up) / BF16,
         "MLP kernels": matmul * up * (1 / fp8_up + 1 / BF16),
         "LM head": 3 * matmul * weights["lm_head"] / fp8_head,
         "attention": attention,
@@ -284,6 +287,7 @@ def environment(bench: Bench) -> tuple[str, Any]:
 def run(bench: Bench) -> tuple[str, Any]:
     """The real script, launched as users launch it: compiles cleanly, learns; the stages' speed."""
     h = bench.settings(run_id="gpu")
+    plan = make_plan(h)
     defaults = vars(Hyperparameters())
     options = [f"--{name}={x}" for name, x in vars(h).items() if x != defaults[name]]
     command = [sys.executable, ROOT / "runtime/launch.py", ROOT / "train_gpt.py", "--preset=record"]
@@ -301,8 +305,8 @@ def run(bench: Bench) -> tuple[str, Any]:
     for name, steps in stages_of(h).items():
         last = range(max(steps.start + 2, steps.stop - 6), steps.stop + 1)  # step:7 ends step 6
         seconds = statistics.median(ends[s] - ends[s - 1] for s in last if s - 1 in ends)
-        tokens = step_schedule(steps[-1], h).batch_tokens
-        least = sum(floor(steps[-1], h).values()) / ranks
+        tokens = plan[steps[-1]].batch_tokens
+        least = sum(floor(plan[steps[-1]], h).values()) / ranks
         stages.append({"stage": name, "seconds": seconds, "tokens": tokens, "floor": least})
         speed = f"{tokens / seconds:,.0f}"
         rows.append([name, f"{tokens:,}", 1000 * seconds, speed, 1000 * least, seconds / least])
@@ -345,7 +349,7 @@ def kind_of(kernel: str) -> str:
 def profiled(bench: Bench, work: Callable[[], None]) -> tuple[Any, Counter, Counter, float]:
     """The profile; seconds and calls by kernel, on a CPU by operator; seconds in which none ran."""
     bench.synchronize()
-    with torch.profiler.profile() as prof:  # of the CPU, and of a GPU if there is one
+    with torch.profiler.profile() as prof:  # the CPU, and a GPU if there is one
         started = time.perf_counter()
         work()
         bench.synchronize()
@@ -364,7 +368,7 @@ def profile(bench: Bench) -> tuple[str, Any]:
     of both, class by class, beside the floor."""
     h = bench.settings()
     text = f"Warm-up: {bench.warm_up:.0f} s. ms of the mean step of two, and the H100's floor.\n\n"
-    manager = bench.manager(h, train_gpt)
+    plan, manager = make_plan(h), bench.manager(h, train_gpt)
     columns, tops, data = {}, [], []
     for stage, steps in stages_of(h).items():
         if stage == "extension":  # stage 3 with wider windows
@@ -373,9 +377,9 @@ def profile(bench: Bench) -> tuple[str, Any]:
         both = bench.batches(h, even, 2)
         measured = Counter()
         for step, batches in zip((even, even + 1), both):
-            enter(manager, step)
-            passes = functools.partial(bench.passes, manager, batches)
-            update = functools.partial(manager.step_optimizers, step)
+            schedule = enter(manager, plan[step])
+            passes = functools.partial(bench.passes, manager, schedule, batches)
+            update = functools.partial(manager.step_optimizers, plan[step])
             for part, work in (("model", passes), ("optimizer", update)):
                 label = f"{stage}, {'Adam' if step % 2 else 'NorMuon alone'}, {part}"
                 prof, times, calls, idle = profiled(bench, work)
@@ -391,14 +395,14 @@ def profile(bench: Bench) -> tuple[str, Any]:
                     path = bench.report.with_name(name.replace(", ", "-").replace(" ", "-"))
                     prof.export_chrome_trace(str(path))
         columns[stage] = measured
-        columns[f"{stage}, floor"] = floor(even, h, sum(both, []))
+        columns[f"{stage}, floor"] = floor(plan[even], h, sum(both, []))
     rows = [[name, *(1000 * x.get(name, 0.0) for x in columns.values())] for name in SHOWN]
     rows.append(["**step**", *(1000 * sum(x.values()) for x in columns.values())])
     text += markdown(["class", *columns], rows) + "\n\n"
     return text + markdown(["step", "kernel", "calls", "ms", "µs a call"], tops), data
 
 
-STEPS = 6  # of a stage that section `step` times
+STEPS = 6  # section `step` times so many of a stage
 
 
 def step(bench: Bench) -> tuple[str, Any]:
@@ -406,18 +410,18 @@ def step(bench: Bench) -> tuple[str, Any]:
     events, and the mean of a step, beside the floor."""
     h = bench.settings()
     text = f"Warm-up: {bench.warm_up:.0f} s.\n\n"
-    manager = bench.manager(h, train_gpt)
+    plan, manager = make_plan(h), bench.manager(h, train_gpt)
     rows, data = [], []
     for stage, steps in stages_of(h).items():
         chosen = steps[-1 - STEPS :]
         batches = bench.batches(h, chosen[0], len(chosen))
         marks = []
         for number, own in zip(chosen, batches):
-            enter(manager, number)
+            schedule = enter(manager, plan[number])
             marks.append(bench.mark())
-            bench.passes(manager, own)
+            bench.passes(manager, schedule, own)
             marks.append(bench.mark())
-            manager.step_optimizers(number)
+            manager.step_optimizers(plan[number])
         marks = [*marks[2:], bench.mark()]  # the first step is not timed
         bench.synchronize()
         spans = [bench.between(*pair) for pair in itertools.pairwise(marks)]
@@ -425,7 +429,7 @@ def step(bench: Bench) -> tuple[str, Any]:
         for number, seconds in zip(chosen[1:], spans[1::2]):
             times["with Adam" if number % 2 else "NorMuon alone"].append(seconds)
         mean = sum(spans) / len(chosen[1:])
-        least = floor(chosen[1], h, sum(batches[1:], []))
+        least = floor(plan[chosen[1]], h, sum(batches[1:], []))
         data.append(dict(stage=stage, seconds=mean, times=times, floor=least))
         parts = [1000 * statistics.median(x) if x else "" for x in times.values()]
         limit = sum(least.values())
@@ -434,7 +438,7 @@ def step(bench: Bench) -> tuple[str, Any]:
     return text + markdown([*head, "floor of an H100", "times that"], rows), data
 
 
-ROUNDS = 12  # of section `ab`
+ROUNDS = 12  # section `ab` takes so many
 
 
 @contextlib.contextmanager
@@ -456,7 +460,7 @@ def ab(bench: Bench) -> tuple[str, Any]:
     """Forward and backward of one micro-batch of the first and the last stage: the script and each
     --variant in turn, in one process. Each has its own module of the script, and compiles anew."""
     h = bench.settings()
-    variants, rows, data = [], [], []
+    plan, variants, rows, data = make_plan(h), [], [], []
     for name in ("train_gpt.py", *bench.variants):
         changes = [word for word in name.split() if "=" in word]
         own = [word for word in name.split() if "=" not in word] or [ROOT / "train_gpt.py"]
@@ -466,17 +470,17 @@ def ab(bench: Bench) -> tuple[str, Any]:
             manager = bench.manager(script.Hyperparameters(**vars(h)), script)
         variants.append((name, changed, manager, []))
     for stage in ("stage 1", "stage 3"):
-        number = stages_of(h)[stage][0]
-        batch = bench.batches(h, number, 1)[0][:1]
+        now = plan[stages_of(h)[stage][0]]
+        batch = bench.batches(h, now.step, 1)[0][:1]
         for *_, times in variants:
             times.clear()
         for _ in range(1 + ROUNDS):
             for _, changed, manager, times in variants:
                 with changed():
-                    enter(manager, number)
-                    bench.passes(manager, batch)  # the host gets ahead, as in a step
+                    schedule = enter(manager, now)
+                    bench.passes(manager, schedule, batch)  # the host gets ahead, as in a step
                     start = bench.mark()
-                    bench.passes(manager, batch)
+                    bench.passes(manager, schedule, batch)
                     end = bench.mark()
                     bench.synchronize()
                 times.append(bench.between(start, end))

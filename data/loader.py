@@ -22,7 +22,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +88,7 @@ class Documents:
             fault = f"no document begins in it (no token {bos_id})"
             raise DataError(f"{path}: {fault}: check --bos_id and the encoding of the shards")
         self.lengths = np.diff(self.starts, append=len(self.tokens))
-        self._cut = 0  # of _ends
+        self._cut = 0  # the cut that _ends is for
 
     def ends(self, max_doc_len: int) -> np.ndarray:
         """(documents + 1,) tokens before each document, after the cut; the last is the total."""
@@ -132,43 +132,31 @@ def first_documents(folder: str, bos_id: int, tokens: int, count: int) -> list[l
     return [documents.slice(i, i + 1, tokens, tokens)[0].tolist() for i in chosen]
 
 
-def by_step(value: int | Callable[[int], int]) -> Callable[[int], int]:
-    """A function of the step as it is; a number as a function that always gives it."""
-    return value if callable(value) else lambda step: value
+class Batch(NamedTuple):
+    """What the loader needs to know of a step. A plan is a list of these, or of tuples with more."""
+
+    batch_tokens: int  # all micro-batches together
+    max_doc_len: int  # documents are cut at this many tokens
 
 
 def plan_batches(
-    shards: Iterable[Documents],
-    batch_tokens: Callable[[int], int],
-    max_doc_len: Callable[[int], int],
-    micro_batches: int,
+    shards: Iterable[Documents], plan: Sequence[Batch], micro_batches: int
 ) -> Iterator[tuple[Documents, int, int, list[tuple[int, int]]]]:
-    """For step 0, 1, …: the shard, the tokens of a micro-batch, where its documents are cut, and
-    the documents [i, j) of each micro-batch."""
-    step = 0
-    for documents in shards:
-        first = 0
-        while True:
-            tokens = batch_tokens(step) // micro_batches
-            cut = max_doc_len(step)
-            ranges = documents.plan(first, micro_batches, tokens + 1, cut)
-            if ranges is None:
-                break
-            yield documents, tokens, cut, ranges
-            first = ranges[-1][1]
-            step += 1
-
-
-def tokens_taken(
-    batch_tokens: Callable[[int], int], max_doc_len: Callable[[int], int], steps: int
-) -> dict[str, str]:
-    """What the first steps take. The place in the data depends on each batch and cut."""
-    batches = [(batch_tokens(step), max_doc_len(step)) for step in range(steps)]
-    terms = []
-    for (tokens, cut), alike in itertools.groupby(batches):
-        terms.append(f"{len(list(alike))} × {tokens} cut at {cut}")
-    total = sum(tokens for tokens, _ in batches)
-    return {"tokens in batches": " + ".join(terms), "tokens": str(total)}
+    """For each step of the plan: the shard, the tokens of a micro-batch, where its documents are cut,
+    and the documents [i, j) of each micro-batch. Ends early where the tokens do."""
+    shards = iter(shards)
+    documents = next(shards, None)
+    first = 0
+    for now in plan:
+        tokens = now.batch_tokens // micro_batches
+        size = (micro_batches, tokens + 1, now.max_doc_len)
+        while documents and not (ranges := documents.plan(first, *size)):
+            documents = next(shards, None)  # a rest that fills no step is dropped
+            first = 0
+        if documents is None:
+            return
+        yield documents, tokens, now.max_doc_len, ranges
+        first = ranges[-1][1]
 
 
 # The most documents seen in FineWeb are 56, 90 and 121; attention pays for every slot.
@@ -210,7 +198,7 @@ def check_slots(documents: int, T: int, slots: int, where: str) -> None:
 
 
 def synthetic_batch(
-    tokens: int, *, vocab_size: int, max_doc_len: int, doc_slots: int
+    tokens: int, vocab_size: int, max_doc_len: int, doc_slots: int = 0
 ) -> MicroBatch:
     """A micro-batch of the shapes that training and validation use, without data, for warm-ups."""
     stream = (torch.arange(tokens + 1) * 7919) % vocab_size
@@ -242,44 +230,32 @@ def prefetch(items: Iterator, depth: int, thread: str) -> Iterator:
     return serve()
 
 
-class FetchedAhead:
-    """The micro-batches of so many steps, `share` in each, fetched so many steps early. Iterated once.
+def fetch_ahead(batches: Iterator, count: int, faults: list[str]) -> Iterator[MicroBatch]:
+    """The batches, of which the first `count` are fetched before this returns, and then one more
+    before each is served. An error's message is put into `faults` at once; the batches before it
+    are still served."""
+    ready: deque[MicroBatch] = deque()
 
-    If one fails, its message is put into `faults` at once, and the batches before it are served.
-    """
-
-    def __init__(
-        self, open_batches: Callable[[], Iterator], share: int, steps: int, faults: list[str],
-        early: int = 1,
-    ) -> None:  # fmt: skip
-        self.ready: deque[MicroBatch] = deque()
-        self.faults = faults
-        self.batches = open_batches()
-        self.rest = itertools.islice(self.batches, share * steps)
-        self._fetch(share * early)
-
-    def _fetch(self, count: int) -> None:
+    def fetch(n: int) -> None:
         try:
-            self.ready.extend(itertools.islice(self.rest, count))
+            ready.extend(itertools.islice(batches, n))
         except (DataError, OSError, MemoryError) as error:
-            self.faults.append(str(error) or repr(error))
+            faults.append(str(error) or repr(error))
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def serve() -> Iterator[MicroBatch]:
         try:
-            while self.ready:
-                self._fetch(1)
-                yield self.ready.popleft()
+            while ready:
+                fetch(1)
+                yield ready.popleft()
         finally:
-            self.close()
+            batches.close()
 
-    def close(self) -> None:
-        self.ready.clear()
-        self.batches.close()
+    fetch(count)
+    return serve()
 
 
 def distributed_data_generator(
-    pattern: str, batch_tokens: int | Callable[[int], int],
-    max_doc_len: int | Callable[[int], int], *,
+    pattern: str, plan: Sequence[Batch], *,
     micro_batches: int, rank: int, world_size: int, aligned: bool = True, bos_id: int = 50256,
     doc_slots: int = 0, vocab_size: int | None = None, first_step: int = 0,
 ) -> Iterator[MicroBatch]:  # fmt: skip
@@ -288,17 +264,15 @@ def distributed_data_generator(
     Each is inputs (T,) int32, targets (T,) int64, cu_seqlens (slots,) int32. Rank r of W takes
     micro-batches r·m/W … of each step's m, so that any number of ranks sees the same tokens.
 
-    batch_tokens: tokens of a step's batch, or a function of the step
-    max_doc_len: tokens at which the step's documents are cut, or a function of the step
+    plan: of each step its batch_tokens and max_doc_len
     aligned: micro-batches of whole documents; a step lies in one shard. Not aligned (validation):
-        contiguous tokens of the first shard; a document longer than max_doc_len, a number then, is
-        an error, unless that is 0.
+        contiguous tokens of the first shard; a document longer than max_doc_len is an error,
+        unless that is 0.
     first_step: where to begin; the steps before it are planned as the first time, but not made
 
     Raises ValueError if the ranks cannot share the micro-batches; DataError, OSError for a bad
-    shard, for more documents than doc_slots (0: by size), and where the tokens end.
+    shard, for more documents than doc_slots (0: by size), and where the tokens end before the plan.
     """
-    tokens_at = by_step(batch_tokens)
     if micro_batches % world_size:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared by {world_size} ranks")
     shards = shards_in_use(pattern)
@@ -309,8 +283,7 @@ def distributed_data_generator(
         steps = 0
         read = (Documents(path, bos_id, vocab_size, crc) for path, crc in shards.items())
         ahead = prefetch(read, 1, "shards")
-        plans = plan_batches(ahead, tokens_at, by_step(max_doc_len), micro_batches)
-        for documents, tokens, cut, ranges in plans:
+        for documents, tokens, cut, ranges in plan_batches(ahead, plan, micro_batches):
             steps += 1
             if steps <= first_step:
                 continue
@@ -318,24 +291,24 @@ def distributed_data_generator(
             for i in mine:
                 slice_tokens, starts = documents.slice(*ranges[i], tokens + 1, cut)
                 yield make_micro_batch(slice_tokens, starts, slots, documents.path)
-        raise DataError(f"{pattern}: the tokens end after {steps} steps")
+        if steps < len(plan):
+            raise DataError(f"{pattern}: the tokens end after {steps} steps")
 
     def contiguous_batches() -> Iterator[MicroBatch]:
         path, crc = next(iter(shards.items()))
         tokens = read_shard(path, vocab_size, crc)
-        step = 0
         position = 0
-        while position + tokens_at(step) < len(tokens):
-            n = tokens_at(step) // micro_batches
+        for step, now in enumerate(plan):
+            if position + now.batch_tokens >= len(tokens):
+                raise DataError(f"{path}: its {len(tokens):,} tokens end after {step} batches")
+            n = now.batch_tokens // micro_batches
             slots = doc_slots or default_doc_slots(n)
             for i in mine if step >= first_step else ():
                 begin = position + i * n
                 slice_tokens = tokens[begin : begin + n + 1]
                 starts = np.union1d([0], np.flatnonzero(slice_tokens == bos_id))
-                yield make_micro_batch(slice_tokens, starts, slots, path, max_doc_len)
-            position += tokens_at(step)
-            step += 1
-        raise DataError(f"{path}: its {len(tokens):,} tokens end after {step} batches")
+                yield make_micro_batch(slice_tokens, starts, slots, path, now.max_doc_len)
+            position += now.batch_tokens
 
     return prefetch(aligned_batches() if aligned else contiguous_batches(), 4, "loader")
 
@@ -366,20 +339,16 @@ def check_manifest(folder: str, **given: int | str) -> None:
 
 
 def check_data(
-    folder: str, *,
-    steps: int, batch_tokens: Callable[[int], int], max_doc_len: int | Callable[[int], int],
+    folder: str, plan: Sequence[Batch], val_tokens: int, val_batch_tokens: int, *,
     micro_batches: int, doc_slots: int, bos_id: int, vocab_size: int, encoding: str,
-    val_tokens: int, val_batch_tokens: int,
 ) -> DataFacts:  # fmt: skip
-    """Raise DataError or OSError if the shards cannot feed all steps, or the validation.
+    """Raise DataError or OSError if the shards cannot feed the whole plan, or the validation.
 
-    batch_tokens: tokens of a step's batch. max_doc_len: as in distributed_data_generator.
     val_tokens: of the first validation shard, in whole batches of val_batch_tokens. encoding: what
     a manifest must name. Every micro-batch is planned, none is made. Loaders of this process then
     read these tokens, or raise DataError.
     """
-    cut_at = by_step(max_doc_len)
-    cuts = [cut_at(step) for step in range(steps)]
+    cuts = [now.max_doc_len for now in plan]
     cuts = sorted({min(cuts), max(cuts)})
     CHECKED.clear()
     train = dict.fromkeys(find_shards(train_pattern(folder)))
@@ -399,32 +368,28 @@ def check_data(
         held.append((len(documents.tokens), len(documents.starts), *usable))
         return documents
 
-    # of each shard: tokens, documents, usable tokens by the shortest and by the longest cut
+    # By shard: tokens, documents, usable tokens by the shortest and by the longest cut.
     held: list[tuple[int, ...]] = []
     first_val = index(next(iter(val)))
     n = val_batch_tokens // micro_batches
     most, longest = validation_documents(first_val, val_tokens, n)
-    counts = [(most, n, first_val.path)]  # of each micro-batch: documents, tokens, shard
+    counts = [(most, n, first_val.path)]  # by micro-batch: documents, tokens, shard
     fed = 0
-    indexed = map(index, train)
-    plans = plan_batches(indexed, batch_tokens, cut_at, micro_batches)
-    for documents, tokens, cut, ranges in plans:
+    for documents, tokens, cut, ranges in plan_batches(map(index, train), plan, micro_batches):
         ends = documents.ends(cut)
         for first, end in ranges:
             # a document that starts at T gives only the last target
             at_end = ends[end - 1] == ends[first] + tokens
             counts.append((end - first - int(at_end), tokens, documents.path))
         fed += 1
-        if fed == steps:
-            break
 
     for documents, tokens, path in sorted(counts, reverse=True):  # the error names the most
         check_slots(documents, tokens, doc_slots or default_doc_slots(tokens), path)
-    if fed < steps:
+    if fed < len(plan):
         there, documents, *usable = np.sum(held[1:], axis=0)  # without validation
-        needed = sum(batch_tokens(step) for step in range(steps))
+        needed = sum(now.batch_tokens for now in plan)
         raise DataError(
-            f"{train_pattern(folder)}: {steps:,} steps need {needed:,} tokens, but the shards feed "
+            f"{train_pattern(folder)}: {len(plan):,} steps need {needed:,} tokens, but the shards feed "
             f"only {fed:,} steps. They have {there:,} tokens in {documents:,} documents, of which "
             f"{' to '.join(f'{n:,}' for n in usable)} can be used: each micro-batch begins with a "
             f"new document, and documents are cut at {' to '.join(map(str, cuts))} tokens. Add "

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 MAGIC = 20240520
-LLAMA3_MAGIC = 20240801  # llm.c's format with uint32 tokens
 VERSION = 1
 HEADER_BYTES = 256 * 4
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
@@ -96,12 +95,6 @@ def open_shard(path: Path | str) -> Iterator[tuple[BinaryIO, int]]:
         header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
         magic, version, count = header[:3].tolist()
         expected = HEADER_BYTES + 2 * count
-        if magic == LLAMA3_MAGIC:
-            raise DataError(
-                f"{path}: a shard of llm.c's llama-3 format (magic {magic}, uint32 tokens). This "
-                f"project reads GPT-2 shards (magic {MAGIC}, uint16): make some with "
-                "data/fineweb.py or fetch them with data/cached_fineweb10B.py"
-            )
         if size >= HEADER_BYTES and (magic, version) != (MAGIC, VERSION):
             found = f"magic {magic}, version {version}, not {MAGIC} and {VERSION}"
             raise DataError(f"{path}: not a token shard: {found}; move it elsewhere")

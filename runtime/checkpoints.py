@@ -5,7 +5,7 @@ holds the parameters, the whole optimizer state (put together from the ranks' sh
 pending gradients, and what the manager adds (extra_state): plain types and tensors only.
 
 The manager gives `optimizer` with params, table (rows have comms), state, own_rows, num_rows(label),
-gradients(), load_gradients(); extra_state() and load_extra_state(); batch_tokens(step).
+gradients(), load_gradients(); extra_state() and load_extra_state().
 """
 
 import hashlib
@@ -15,24 +15,30 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from data.loader import tokens_taken
 from data.shards import replace_file
 from runtime.options import MAY_CHANGE_ON_RESUME
 from runtime.ranks import Ranks
 
-MAGIC = b"bankrun checkpoint 3\n"
+MAGIC = b"bankrun checkpoint 4\n"
 LATEST = "latest"
 AUTO = "auto"  # the latest, or a new run where there is no checkpoint
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged, or of another run."""
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint in memory."""
+
+    path: Path
+    content: dict[str, Any]  # what Run saves
 
 
 # -----------------------------------------------------------------------------
@@ -85,17 +91,26 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be loaded: {type(error).__name__}") from error
 
 
-def find_checkpoint(resume: str, log_dir: Path, run_id: str = "") -> tuple[Path, dict[str, Any]]:
+def find_resumed(resume: str, log_dir: str, run_id: str) -> Checkpoint | None:
+    """The checkpoint that a run with these settings goes on from, if any. Raises ValueError."""
+    if resume == AUTO and not run_id:
+        raise ValueError("--resume=auto: needs the run's name, as --run_id=mine")
+    if not resume or (resume == AUTO and not checkpoints(Path(log_dir, run_id))):
+        return None
+    return find_checkpoint(resume, Path(log_dir), run_id)
+
+
+def find_checkpoint(resume: str, log_dir: Path, run_id: str = "") -> Checkpoint:
     """The checkpoint that --resume names. 'latest' or 'auto' is the newest usable one of run_id, or
     of the run in log_dir that saved last. Raises CheckpointError."""
     if resume not in (LATEST, AUTO):
-        return Path(resume), read_checkpoint(Path(resume))
+        return Checkpoint(Path(resume), read_checkpoint(Path(resume)))
     folders = [log_dir / run_id] if run_id else [x for x in log_dir.glob("*") if x.is_dir()]
     found = [checkpoints(folder) for folder in folders]
     newest_first = sorted(filter(None, found), key=lambda x: x[0].stat().st_mtime, reverse=True)
     for path in sum(newest_first, []):
         try:
-            return path, read_checkpoint(path)
+            return Checkpoint(path, read_checkpoint(path))
         except CheckpointError as error:
             if os.environ.get("RANK", "0") == "0":
                 print(f"skipped {error}", flush=True)
@@ -115,7 +130,7 @@ def check_disk_space(folder: Path, manager: Any, world_size: int, files: int) ->
         for x in state.values()
         if isinstance(x, Tensor)
     )
-    gradients = world_size * parameters  # of each rank its own, if they are pending
+    gradients = world_size * parameters  # each rank has its own, if they are pending
     needed = files * (2**20 + parameters + gradients + whole)
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -179,16 +194,17 @@ def load_whole_state(manager: Any, saved: dict[str, Any], ranks: Ranks) -> None:
 # Checks
 
 
-def course(manager: Any, step: int) -> dict[str, str]:
-    """What the first steps have taken by their schedule: a resumed run must have taken the same."""
-    return tokens_taken(manager.batch_tokens, manager.max_doc_len, step)
+def plain(plan: Iterable[NamedTuple]) -> list[dict[str, Any]]:
+    """A plan as a checkpoint holds it."""
+    return [now._asdict() for now in plan]
 
 
 def check_fits(
-    path: Path, saved: dict[str, Any], settings: Any, shards: dict[str, str], manager: Any
+    resumed: Checkpoint, settings: Any, plan: list, shards: dict[str, str], manager: Any
 ) -> None:
     """Raise CheckpointError, naming the first differences, unless this script, with these settings
     and shards, can go on from the checkpoint."""
+    path, saved = resumed
     check_parameters(path, saved, manager)
     raise_if_any(path, _other_settings(saved["settings"], vars(settings)))
     read = {name: text for name, text in shards.items() if "CRC-32" in text}
@@ -196,10 +212,17 @@ def check_fits(
     faults = [f"shard {fault}" for fault in differences(was_read, read)]
     if not faults and saved["step"] > settings.total_iterations:
         faults = [f"its step {saved['step']} is beyond the last one, {settings.total_iterations}"]
-    faults += [
-        f"schedule: {x}" for x in differences(saved["course"], course(manager, saved["step"]))
-    ]
+    else:
+        faults += _other_steps(saved["plan"], plain(plan[: saved["step"]]))
     raise_if_any(path, faults)
+
+
+def _other_steps(was: list[dict], now: list[dict]) -> list[str]:
+    """Where the steps that are done first differ from this script's plan, in words."""
+    for before, here in zip(was, now):
+        if before != here:
+            return [f"plan of step {before['step']}: {x}" for x in differences(before, here)]
+    return []
 
 
 def check_parameters(path: Path, saved: dict[str, Any], manager: Any) -> None:

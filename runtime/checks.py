@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,6 @@ DATA_TOOLS = {
     ROOT / "data/local": "data/local_text.py",
     ROOT / "data/fineweb10B": "data/cached_fineweb10B.py",
 }
-
-
-def raise_first(*rules: tuple[Any, str]) -> None:
-    """Raise ValueError with the message of the first rule whose condition is true."""
-    for broken, message in rules:
-        if broken:
-            raise ValueError(message)
 
 
 # -----------------------------------------------------------------------------
@@ -48,41 +42,41 @@ def check_settings(h: Any, batches: list[int], world_size: int) -> None:
                 f"{name}: {tokens} tokens do not divide into {h.micro_batches} micro-batches of a "
                 f"multiple of 16 tokens: change it, or use another --micro_batches"
             )
-    T = h.max_tokens  # of the longest micro-batch
-    val = h.val_batch_tokens
-    vocab = h.vocab_size
-    bad_name = h.run_id and not is_plain_name(h.run_id)
-    raise_first(
-        (h.total_iterations > 10**6, f"{h.total_iterations} steps: at most a million"),
-        (
-            h.micro_batches % world_size,
+    if h.total_iterations > 10**6:
+        raise ValueError(f"{h.total_iterations} steps: at most a million")
+    if h.micro_batches % world_size:
+        raise ValueError(
             f"--micro_batches={h.micro_batches} cannot be shared by {world_size} ranks: use a "
-            f"multiple of {world_size}, or RANKS=n ./run.sh with another number",
-        ),
-        (h.doc_slots > T + 1, f"--doc_slots={h.doc_slots}: a micro-batch has {T} tokens at most"),
-        (h.block_size > T, f"--block_size={h.block_size}: a micro-batch has {T} tokens at most"),
-        (
-            h.val_tokens % val,
-            f"--val_tokens={h.val_tokens}: must be a multiple of --val_batch_tokens={val}",
-        ),
-        (h.bos_id >= vocab, f"--bos_id={h.bos_id}: must be below --vocab_size={vocab}"),
-        (vocab > 65536, f"--vocab_size={vocab}: shards hold uint16 tokens, so at most 65536"),
-        (bad_name, f"--run_id={ascii(h.run_id)}: must be a plain file name"),
-    )
+            f"multiple of {world_size}, or RANKS=n ./run.sh with another number"
+        )
+    T = h.max_tokens  # the longest micro-batch
+    for name, most in (("doc_slots", T + 1), ("block_size", T)):
+        if getattr(h, name) > most:
+            value = f"--{name}={getattr(h, name)}"
+            raise ValueError(f"{value}: a micro-batch has {T} tokens at most")
+    if h.val_tokens % h.val_batch_tokens:
+        multiple = f"a multiple of --val_batch_tokens={h.val_batch_tokens}"
+        raise ValueError(f"--val_tokens={h.val_tokens}: must be {multiple}")
+    if h.bos_id >= h.vocab_size:
+        raise ValueError(f"--bos_id={h.bos_id}: must be below --vocab_size={h.vocab_size}")
+    if h.vocab_size > 65536:
+        limit = "shards hold uint16 tokens, so at most 65536"
+        raise ValueError(f"--vocab_size={h.vocab_size}: {limit}")
+    if h.run_id and not is_plain_name(h.run_id):
+        raise ValueError(f"--run_id={ascii(h.run_id)}: must be a plain file name")
 
 
-def check_model_sizes(
-    num_layers: int, layers: int, num_heads: int, head_dim: int, model_dim: int
-) -> None:
-    """Raise ValueError for sizes that the topology, with so many layers, cannot have."""
-    heads = num_heads * head_dim
-    raise_first(
-        (num_layers != layers, f"num_layers={num_layers}: must be {layers}, as LAYERS"),
-        (num_heads % 2, f"--num_heads={num_heads}: must be even, paired layers split the heads"),
-        (head_dim % 4, f"--head_dim={head_dim}: must be a multiple of 4, half of it rotates"),
-        (model_dim != heads, f"--model_dim={model_dim}: must be num_heads * head_dim = {heads}"),
-        (model_dim % 16, f"--model_dim={model_dim}: must be a multiple of 16 for FP8 matmuls"),
-    )
+def check_model_sizes(num_heads: int, head_dim: int, model_dim: int) -> None:
+    """Raise ValueError for sizes that the topology cannot have."""
+    if num_heads % 2:
+        raise ValueError(f"--num_heads={num_heads}: must be even, paired layers split the heads")
+    if head_dim % 4:
+        raise ValueError(f"--head_dim={head_dim}: must be a multiple of 4, half of it rotates")
+    if model_dim != num_heads * head_dim:
+        product = f"num_heads * head_dim = {num_heads * head_dim}"
+        raise ValueError(f"--model_dim={model_dim}: must be {product}")
+    if model_dim % 16:
+        raise ValueError(f"--model_dim={model_dim}: must be a multiple of 16 for FP8 matmuls")
 
 
 # -----------------------------------------------------------------------------
@@ -92,64 +86,58 @@ def check_model_sizes(
 def check_layers(layers: Iterable[Any], read: Iterable[str]) -> None:
     """Raise ValueError, naming the layer, if LAYERS is inconsistent. read: what MUDD reads of it."""
     kept: list[str] = []
-    has_attention = False  # of the layer before
+    has_attention = False  # the layer before has it
+    needs_attention = ("value_gate", "paired", "key_offset", "same_input", "mudd")
     for i, layer in enumerate(layers):
-        columns = ("value_gate", "paired", "key_offset", "same_input", "mudd")
-        needs_attention = any(getattr(layer, column) for column in columns)
-        row = f"LAYERS, layer {i}:"
-        raise_first(
-            (layer.index != i, f"{row} its index is {layer.index}"),
-            (layer.window not in ("", "short", "long"), f"{row} no window {layer.window!r}"),
-            (
-                not layer.window and needs_attention,
-                f"{row} {', '.join(columns)} need attention, so a window",
-            ),
-            (
-                layer.same_input and not has_attention,
-                f"{row} same_input, but the layer before has no attention",
-            ),
-            (
-                layer.mudd and layer.value_gate,
-                f"{row} mudd has value gates of its own: no value_gate",
-            ),
-            (layer.add and layer.add not in kept, f"{row} no earlier layer keeps {layer.add!r}"),
-            (layer.keep and layer.keep in kept, f"{row} {layer.keep!r} is kept twice"),
-        )
+        fault = ""
+        if layer.index != i:
+            fault = f"its index is {layer.index}"
+        elif layer.window not in ("", "short", "long"):
+            fault = f"no window {layer.window!r}"
+        elif not layer.window and any(getattr(layer, column) for column in needs_attention):
+            fault = f"{', '.join(needs_attention)} need attention, so a window"
+        elif layer.same_input and not has_attention:
+            fault = "same_input, but the layer before has no attention"
+        elif layer.mudd and layer.value_gate:
+            fault = "mudd has value gates of its own: no value_gate"
+        elif layer.add and layer.add not in kept:
+            fault = f"no earlier layer keeps {layer.add!r}"
+        elif layer.keep and layer.keep in kept:
+            fault = f"{layer.keep!r} is kept twice"
+        if fault:
+            raise ValueError(f"LAYERS, layer {i}: {fault}")
         kept.append(layer.keep)
         has_attention = bool(layer.window)
-    missing = set(read) - set(kept)
-    raise_first((missing, f"LAYERS: no layer keeps {', '.join(sorted(missing))}, which MUDD reads"))
+    missing = ", ".join(sorted(set(read) - set(kept)))
+    if missing:
+        raise ValueError(f"LAYERS: no layer keeps {missing}, which MUDD reads")
 
 
 def check_stages(stages: tuple, extension: Any, final: Any, split_embed_at: float) -> None:
     """Raise ValueError, naming the stage, if STAGES is inconsistent."""
     for i, stage in enumerate((*stages, extension, final), 1):
-        row = f"STAGES, stage {stage.index}:"
         sizes = (stage.batch, stage.docs, stage.short, stage.long)
         weights = (stage.mtp_first, stage.mtp_last)
-        raise_first(
-            (stage.index != i, f"{row} must have index {i}"),
-            (
-                not all(isinstance(x, int) and x > 0 for x in sizes),
-                f"{row} batch, docs and windows must be whole numbers above 0",
-            ),
-            (not 0 < stage.lr < math.inf, f"{row} lr must be above 0"),
-            (
-                not all(isinstance(x, tuple) and sum(x) > 0 for x in weights)
-                or len(stage.mtp_first) != len(stage.mtp_last),
-                f"{row} mtp_first and mtp_last must be tuples of equal length, as (1,), with sums > 0",
-            ),
-        )
+        sums = [isinstance(x, tuple) and sum(x) > 0 for x in weights]
+        fault = ""
+        if stage.index != i:
+            fault = f"must have index {i}"
+        elif not all(isinstance(x, int) and x > 0 for x in sizes):
+            fault = "batch, docs and windows must be whole numbers above 0"
+        elif not 0 < stage.lr < math.inf:
+            fault = "lr must be above 0"
+        elif not all(sums) or len(stage.mtp_first) != len(stage.mtp_last):
+            fault = "mtp_first and mtp_last must be tuples of equal length, as (1,), with sums > 0"
+        if fault:
+            raise ValueError(f"STAGES, stage {stage.index}: {fault}")
     ends = [stage.until for stage in stages]
+    if ends != sorted(set(ends)) or ends[0] <= 0 or ends[-1] != 1:
+        raise ValueError(f"STAGES: until must rise to 1, is {ends}")
     longs = [stage.long for stage in (*stages, extension)]
-    raise_first(
-        (
-            ends != sorted(set(ends)) or ends[0] <= 0 or ends[-1] != 1,
-            f"STAGES: until must rise to 1, is {ends}",
-        ),
-        (longs != sorted(longs), f"STAGES: long windows must not shrink (YaRN), are {longs}"),
-        (split_embed_at < 0, f"SPLIT_EMBED_AT is {split_embed_at}, must be 0 or more"),
-    )
+    if longs != sorted(longs):
+        raise ValueError(f"STAGES: long windows must not shrink (YaRN), are {longs}")
+    if split_embed_at < 0:
+        raise ValueError(f"SPLIT_EMBED_AT is {split_embed_at}, must be 0 or more")
 
 
 def check_optimizer(
@@ -159,27 +147,31 @@ def check_optimizer(
     every tied parameter follows one that is updated at the same steps."""
     names = ("PARAM_TABLE", "SCATTER_ORDER", "WORK_ORDER")
     for name, order in zip(names, (tuple(table), *orders)):
-        missing = ", ".join(sorted(params.keys() - set(order)))
         unknown = ", ".join(sorted(set(order) - params.keys()))
-        twice = ", ".join(sorted({label for label in order if order.count(label) > 1}))
-        raise_first(
-            (missing, f"{name} must name every parameter exactly once; missing: {missing}"),
-            (unknown, f"{name} has unknown names: {unknown}"),
-            (twice, f"{name} must name every parameter exactly once; twice: {twice}"),
-        )
-    others = [row.tied_to for row in table.values() if row.tied_to]
-    twice = ", ".join(sorted({label for label in others if others.count(label) > 1}))
-    raise_first((twice, f"PARAM_TABLE ties two parameters to {twice}: only one can be"))
+        if unknown:
+            raise ValueError(f"{name} has unknown names: {unknown}")
+        missing = ", ".join(sorted(params.keys() - set(order)))
+        twice = _twice(order)
+        if missing or twice:
+            fault = f"missing: {missing}" if missing else f"twice: {twice}"
+            raise ValueError(f"{name} must name every parameter exactly once; {fault}")
     for label, row in table.items():
-        other = table.get(row.tied_to)
-        raise_first(
-            (row.tied_to and other is None, f"{label} is tied to {row.tied_to}: no parameter"),
-            (other and other.tied_to, f"{label} is tied to {row.tied_to}, which is tied itself"),
-            (
-                other and other.every != row.every,
-                f"{label} and {row.tied_to} must have the same `every`",
-            ),
-        )
+        if row.comms not in ("sharded", "replicated"):
+            raise ValueError(f"{label}: comms={row.comms!r}: must be 'sharded' or 'replicated'")
+    leaders = {label: row.tied_to for label, row in table.items() if row.tied_to}
+    if twice := _twice(leaders.values()):
+        raise ValueError(f"PARAM_TABLE ties two parameters to {twice}: only one can be")
+    for label, leader in leaders.items():
+        if leader not in table:
+            raise ValueError(f"{label} is tied to {leader}: no parameter")
+        if table[leader].tied_to:
+            raise ValueError(f"{label} is tied to {leader}, which is tied itself")
+        if table[leader].every != table[label].every:
+            raise ValueError(f"{label} and {leader} must have the same `every`")
+
+
+def _twice(names: Iterable[str]) -> str:
+    return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
 
 
 def check_no_other_optimizer(manager: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 # in training with 49,152 tokens, 24.94 GiB in validation with 262,144.
 TRAINING_BYTES = 418
 VALIDATION_BYTES = 2
-UNUSABLE = 0.1  # of the memory: what the allocator cannot give, as its blocks have other sizes
+UNUSABLE = 0.1  # share of memory that the allocator cannot give, as its blocks have other sizes
 GIB = 2**30
 
 
@@ -64,7 +64,7 @@ def advice(h: Any, manager: Any, batch: int, world_size: int, free: int) -> str:
     need = f"about {memory(h, state, batch) / GIB:.1f} GiB needed, {free / GIB:.1f} GiB free"
     proposal = "no --micro_batches needs so little"
     count = 2 * h.micro_batches
-    while fits_together(fewer := dataclasses.replace(h, micro_batches=count), world_size):
+    while fewer := _with_micro_batches(h, count, world_size):
         if memory(fewer, state, batch) <= usable:
             less = f"{memory(fewer, state, batch) / GIB:.1f} GiB"
             proposal = f"--micro_batches={count} needs about {less}, and cuts documents elsewhere"
@@ -73,10 +73,11 @@ def advice(h: Any, manager: Any, batch: int, world_size: int, free: int) -> str:
     return f"GPU memory, estimated by tokens: {need}: {proposal}"
 
 
-def fits_together(h: Any, world_size: int) -> bool:
-    """Whether these settings can run."""
+def _with_micro_batches(h: Any, count: int, world_size: int) -> Any:
+    """These settings with another --micro_batches; None if they cannot run."""
+    fewer = dataclasses.replace(h, micro_batches=count)
     try:
-        h.check(world_size)
+        fewer.check(world_size)
     except ValueError:
-        return False
-    return True
+        return None
+    return fewer

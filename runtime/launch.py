@@ -19,7 +19,8 @@ from types import FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-SAME_SIGNAL = 1.0  # seconds in which a signal that comes again is the same one
+SAME_SIGNAL = 1.0  # seconds in which a signal is the same one: launcher and terminal both send it
+STOPPING = "stopping after the step in progress; a second signal ends the run at once"
 SECONDS_TO_END = 5.0  # for the other ranks, once one has ended with an error
 
 
@@ -118,10 +119,7 @@ class RankProcesses:
         while any(process.poll() is None for process in self.processes):
             if self.received and not passed_on:
                 passed_on = True
-                name = signal.Signals(self.received).name
-                tell(
-                    f"{name}: stopping after the step in progress; a second signal ends the run at once"
-                )
+                tell(f"{signal.Signals(self.received).name}: {STOPPING}")
                 self._send(self.received)
             if not code:
                 code = self._failure()

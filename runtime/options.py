@@ -17,7 +17,7 @@ OUTPUT_SETTINGS = frozenset(
     | {"sample_tokens"}
 )
 MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data"}  # the tokens are compared
-MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed"}  # of one experiment
+MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed"}  # runs of one experiment
 OF_THE_COMMAND = frozenset({"log_dir", "run_id", "resume"})  # say which checkpoint is resumed
 
 

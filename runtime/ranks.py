@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.launch import SAME_SIGNAL, SIGNALS, STOPPING, tell
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # compiling takes the longest
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-SAME_SIGNAL = 1.0  # seconds: launcher and terminal both send it to a rank
 LAUNCHER = "BANKRUN_LAUNCHER_PID"  # environment variable: the process id of runtime/launch.py
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -131,9 +131,8 @@ def join_ranks() -> Ranks:
         torch.cuda.set_device(device)
         options = {"backend": "nccl", "device_id": device}
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            1
-        )  # more are no faster in the demo, and 20 times slower on a busy core
+        # More threads are no faster in the demo, and 20 times slower on a busy core.
+        torch.set_num_threads(1)
     if "RANK" in os.environ:
         options |= {"rank": rank, "world_size": world_size, "timeout": COLLECTIVE_TIMEOUT}
         if os.environ["MASTER_ADDR"] == "127.0.0.1" and LAUNCHER in os.environ:
@@ -195,14 +194,12 @@ class Signals:
         name = signal.Signals(number).name
         if self.received or not self.in_training:
             if speaks:
-                print_error(f"{name}: stopped at once")
+                tell(f"{name}: stopped at once")
             os._exit(128 + number)
         self.received = number
         self.received_at = now
         if speaks:
-            print_error(
-                f"{name}: stopping after the step in progress; a second signal ends the run at once"
-            )
+            tell(f"{name}: {STOPPING}")
 
 
 def end_with_launcher() -> None:
@@ -237,7 +234,7 @@ def run_main(main: Callable[[], None]) -> None:
     except Stopped as stopped:
         message, code = stopped.args
         if first and message:
-            print_error(message)
+            tell(message)
         elif not first:
             let_others_report(1)
         end_process(code)
@@ -246,7 +243,7 @@ def run_main(main: Callable[[], None]) -> None:
         if not first:
             let_others_report(20 if agreed else 2)
         if first or not agreed:
-            print_error(f"error: {error}")
+            tell(f"error: {error}")
         end_process(1)
     except Exception as error:
         message = describe(error)
@@ -255,7 +252,7 @@ def run_main(main: Callable[[], None]) -> None:
         elif not first:  # a bug that all ranks meet is printed by rank 0, which ends them all
             let_others_report(2)
         if message:
-            print_error(message)
+            tell(message)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
         end_process(1)
@@ -289,12 +286,6 @@ def let_others_report(seconds: float) -> None:
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(seconds)
-
-
-def print_error(message: str) -> None:
-    """Print to stderr, unbuffered, as a signal handler may; one that is closed or full is no error."""
-    with suppress(OSError):
-        os.write(2, f"{message}\n".encode(errors="replace"))
 
 
 def flush_consoles() -> None:

@@ -4,7 +4,6 @@ import fcntl
 import gc
 import itertools
 import math
-import platform
 import random
 import re
 import signal
@@ -21,16 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import FetchedAhead
+from data.loader import fetch_ahead
 from runtime import checkpoints, forecast
+from runtime.checkpoints import Checkpoint
 from runtime.checks import check_no_other_optimizer
-from runtime.log import Log, cpu_name, log_header, machine_facts, peak_memory, settings_text
+from runtime.clock import Clock
+from runtime.log import Log, log_header, machine_facts, peak_memory, settings_text
 from runtime.options import describe
 from runtime.ranks import SIGNALS, AgreedError, Ranks, RunError, Signals, Stopped
 from runtime.sources import RULE, Sources, below_path, changes
 
 BAD_DATA = -1  # a reason to stop, besides the numbers of signals
-SAVE = -2  # none to stop, but to save
+SAVE = -2  # the run goes on, but saves first
 REASONS = (*SIGNALS, BAD_DATA, SAVE)
 TIMED_STEPS = range(10, 20)  # since the start: they tell how long the run will take
 
@@ -58,40 +59,6 @@ def cache_graphs(sources: dict[str, str]) -> None:
     compiler.cache_key_tag = f"{zlib.crc32(''.join(others).encode()):08x}"
 
 
-class Clock:
-    """Training time: what lies between start and stop, each on a synchronized device."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.before = 0.0  # seconds until the last stop
-        self.started: float | None = None
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def start(self) -> None:
-        self.started = self._now()
-
-    def stop(self) -> None:
-        now = self._now()
-        self.before += now - self.started
-        self.started = None
-
-    def ms(self) -> float:
-        """Milliseconds so far. While the clock runs this is the host's time: a GPU may still be
-        working on the last step."""
-        running = 0.0 if self.started is None else time.perf_counter() - self.started
-        return 1000 * (self.before + running)
-
-
-def machine_name(device: torch.device) -> str:
-    host = zlib.crc32(platform.node().encode())
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return f"{chip}, host {host:08x}"
-
-
 class LossReport:
     """The mean of all ranks' losses, and their reasons to stop, in one asynchronous all-reduce, which
     travels during the last backward pass. Every rank decides alike."""
@@ -106,19 +73,16 @@ class LossReport:
         self.work = dist.all_reduce(numbers, async_op=True) if ranks.world_size > 1 else None
         self.numbers = numbers
 
-    def receive(self) -> Tensor:
-        """Whether the loss is finite, 0-dim on its device; on a GPU the host does not wait for it.
-        Comes before read."""
+    def receive(self) -> None:
+        """Wait for the other ranks, on a GPU without its host. Comes before read."""
         if self.work:
             self.work.wait()
-        finite = self.numbers[0].isfinite()
         self.arrived: torch.cuda.Event | None = None
         if self.numbers.is_cuda:
             on_host = torch.empty(len(self.numbers), pin_memory=True)
             self.numbers = on_host.copy_(self.numbers, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record()
-        return finite
 
     def read(self) -> tuple[float, int]:
         """The loss, and the first of REASONS that a rank has, or 0."""
@@ -134,58 +98,48 @@ class Run:
 
     In a with block, all ranks call: open, announce, timed_warm_up, restore, read_ahead; then in each
     step must_pause, save_or_stop, send_loss, check_loss, log_step; at the end finish.
-    settings: a dataclass with log_dir, run_id, resume, save_every, save_minutes, keep_checkpoints
-    and total_iterations. parse(saved) gives them anew, over those of a checkpoint that is resumed;
-    without it they must be the checkpoint's. The manager is what runtime/checkpoints.py needs."""
+    settings: a dataclass with log_dir, run_id, resume, save_every, save_minutes and keep_checkpoints;
+    run_id is filled in. plan: NamedTuples with batch_tokens, of each step and of the validation after
+    the last one. The manager is what runtime/checkpoints.py needs."""
 
     def __init__(
         self,
         settings: Any,
+        plan: list,
         ranks: Ranks,
         signals: Signals,
         sources: Sources,
-        parse: Callable[[dict[str, Any]], Any] | None = None,
+        resumed: Checkpoint | None = None,
     ):
         self.settings = settings
-        self.parse = parse
+        self.plan = plan
+        self.last_step = len(plan) - 1
+        # Tokens before each step, and before the last validation.
+        self.tokens = [0, *itertools.accumulate(now.batch_tokens for now in plan[:-1])]
         self.ranks = ranks
         self.signals = signals
         self.sources = sources
         self.clock = Clock(ranks.device)
+        self.saves = settings.save_every > 0 or settings.save_minutes > 0
         self.first_step = 0
-        self.resumed: dict[str, Any] | None = None  # the checkpoint's content
+        self.resumed = resumed
+        if resumed:
+            self.first_step = resumed.content["step"]
+            self.clock.before = resumed.content["seconds"]
         self.reason = 0  # to stop: one of REASONS, the same on all ranks
         self.due = False  # a checkpoint, by --save_minutes
         self.reports: list[LossReport] = []  # not read yet
         # Reports left unread while the host goes on: on a GPU it is a step ahead.
         self.ahead = int(ranks.device.type == "cuda")
         self.loss = math.nan  # the newest one read
-        self.faults: list[str] = []  # of this rank's data
+        self.faults: list[str] = []  # what this rank could not read
         self.saved_step = -1
         self.not_saved = ""  # the last save's error
         self.log: Log | None = None
         self.lock: Any = None
 
     def __enter__(self) -> Self:
-        """Read the checkpoint to resume. Raises AgreedError."""
-        self.ranks.on_all_ranks(self._read_checkpoint)
-        self.last_step = self.settings.total_iterations
-        self.saves = self.settings.save_every > 0 or self.settings.save_minutes > 0
         return self
-
-    def _read_checkpoint(self) -> None:
-        s = self.settings
-        log_dir = Path(s.log_dir)
-        auto = s.resume == checkpoints.AUTO
-        if auto and not s.run_id:
-            raise ValueError("--resume=auto: needs the run's name, as --run_id=mine")
-        if not s.resume or (auto and not checkpoints.checkpoints(log_dir / s.run_id)):
-            return
-        self.path, self.resumed = checkpoints.find_checkpoint(s.resume, log_dir, s.run_id)
-        self.first_step = self.resumed["step"]
-        self.clock.before = self.resumed["seconds"]
-        if self.parse:
-            self.settings = self.parse(self.resumed["settings"])
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         self.signals.in_training = False
@@ -218,15 +172,15 @@ class Run:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         if self.resumed:
             check = checkpoints.check_fits
-            ranks.on_all_ranks(check, self.path, self.resumed, s, shards, manager)
-            run_id = self.resumed["run_id"]
+            ranks.on_all_ranks(check, self.resumed, s, self.plan, shards, manager)
+            run_id = self.resumed.content["run_id"]
         s.run_id = ranks.gather(s.run_id or run_id)[0]
         self.folder = log_dir / s.run_id
         self.lock_path = log_dir / f"{s.run_id}.lock"
         ranks.on_all_ranks(self._check_place, manager)
 
         if self.resumed:
-            lines = self.resumed["log"]["lines"]
+            lines = self.resumed.content["log"]["lines"]
             header = self._resumed_header(facts)
         else:
             lines = ""
@@ -235,8 +189,7 @@ class Run:
         self.log = ranks.on_all_ranks(Log, log_path, ranks.first, header, lines)
         self.log.show(f"log: {log_path}")
         if self.resumed:
-            change = self._other_machine()
-            self.log.show(f"resumed at step {self.first_step} from {self.path}{change}")
+            self.log.show(f"resumed at step {self.first_step} from {self.resumed.path}")
 
     def _environment(self, facts: list[str]) -> list[str]:
         read = [f"{x!a} {text[-8:]}" for x, text in sorted(self.shards.items()) if "CRC-32" in text]
@@ -249,21 +202,16 @@ class Run:
         ]
 
     def _resumed_header(self, facts: list[str]) -> str:
-        """The header of the run so far, with a note where, on what machine and with which changes to
-        the sources it goes on."""
-        diff = changes(self.resumed["sources"], self.logged)
+        """The header of the run so far, with a note where, in what environment and with which changes
+        to the sources it goes on."""
+        path, saved = self.resumed
+        diff = changes(saved["sources"], self.logged)
         with_source = (
             f"changed source, {len(diff)} lines of difference" if diff else "the same source"
         )
-        note = f"resumed at step {self.first_step} from {self.path.name}, with {with_source}"
-        note += self._other_machine()
-        header = self.resumed["log"]["header"].removesuffix(RULE)
+        note = f"resumed at step {self.first_step} from {path.name}, with {with_source}"
+        header = saved["log"]["header"].removesuffix(RULE)
         return header + "\n".join([note, *self._environment(facts), *diff, RULE])
-
-    def _other_machine(self) -> str:
-        was = self.resumed.get("machine", "")
-        now = machine_name(self.ranks.device)
-        return f", on another machine: {now}, before it {was}" if was not in ("", now) else ""
 
     def _check_place(self, manager: Any) -> None:
         """On rank 0, raise ValueError or OSError if this run cannot write where it should."""
@@ -290,7 +238,7 @@ class Run:
             aside = (log.with_suffix(f".cut{i}.txt") for i in itertools.count(1))
             log.rename(next(path for path in aside if not path.exists()))
         if self.resumed and log.exists():
-            own = self.resumed["log"]["header"].partition(f"\n{RULE}\n")[0]
+            own = self.resumed.content["log"]["header"].partition(f"\n{RULE}\n")[0]
             if not log.read_bytes().startswith(own.encode()):
                 raise ValueError(f"{log} is not the log of the checkpoint's run: move it away")
         if self.saves:
@@ -304,7 +252,7 @@ class Run:
         """Show what the run will do, and whether it fits the GPU's memory. Nothing is compiled yet."""
         s = self.settings
         ranks = self.ranks
-        batches = [manager.batch_tokens(step) for step in range(self.last_step)]
+        batches = [now.batch_tokens for now in self.plan[:-1]]
         places = "GPU" if ranks.device.type == "cuda" else "CPU rank"
         self.log.show(forecast.plan(describe(s, presets), batches, ranks.world_size, places))
         if ranks.device.type == "cuda":
@@ -329,26 +277,24 @@ class Run:
         """Load the checkpoint to resume, if any, into the manager that is trained from here on."""
         self.manager = manager
         if self.resumed:
-            checkpoints.load_whole_state(manager, self.resumed["state"], self.ranks)
-            self.resumed = None  # as large as the model with its optimizer
+            state = self.resumed.content.pop("state")  # as large as the model with its optimizer
+            checkpoints.load_whole_state(manager, state, self.ranks)
         parameters = sum(param.numel() for param in manager.model.parameters())
         self.log.show(f"{parameters:,} parameters, {self.ranks.world_size} ranks")
         self.signals.in_training = True
-        batches = map(manager.batch_tokens, range(self.last_step))
-        self.tokens = [0, *itertools.accumulate(batches)]  # before each step
         self.saved_at = time.perf_counter()
         gc.collect()  # garbage of the warm-up, not within a step
         gc.freeze()
 
     # Data
 
-    def read_ahead(self, opened: Callable[[], Iterator], per_step: int, steps: int) -> Iterator:
-        """The micro-batches of so many steps, `per_step` in each, read early. If reading fails on any
-        rank, the run stops before the step that would need them, saved; here, before the first."""
-        batches = FetchedAhead(opened, per_step, steps, self.faults, 1 + self.ahead)
+    def read_ahead(self, batches: Iterator, per_step: int) -> Iterator:
+        """The micro-batches, `per_step` in each step, read early. If reading fails on any rank, the
+        run stops before the step that would need them, saved; here, before the first."""
+        ahead = fetch_ahead(batches, per_step * (1 + self.ahead), self.faults)
         if any(self.ranks.gather(bool(self.faults))):
             self.reason = BAD_DATA
-        return iter(batches)
+        return ahead
 
     # Within a step
 
@@ -363,38 +309,52 @@ class Run:
         reason = self._own_reason() or is_due * SAVE
         self.reports.append(LossReport(step, loss, reason, self.ranks))
 
-    def check_loss(self) -> Tensor | None:
-        """Before a step's update, after its backward pass. On a CPU its loss is read. A GPU's host
-        reads the loss of the step before and returns whether this one's is finite, as a 0-dim tensor
-        on the GPU. Raises AgreedError, naming parameters, if the loss that it has read is not."""
-        finite = self.reports[-1].receive()
+    def check_loss(self) -> None:
+        """Before a step's update, after its backward pass. On a CPU its loss is read. A GPU's host is a
+        step ahead: it reads the loss of the step before. Raises AgreedError if that is not finite."""
+        self.reports[-1].receive()
         self._read_losses(self.ahead)
-        return finite if self.ahead else None
 
     def _read_losses(self, leave: int = 0) -> None:
-        """Read all reports but so many. Raises AgreedError."""
+        """Read all reports but the newest `leave`. Raises AgreedError."""
         while len(self.reports) > leave:
             report = self.reports.pop(0)
             self.loss, reason = report.read()
             self.due = reason == SAVE
             self.reason = 0 if self.due else reason
             if not math.isfinite(self.loss):
-                raise AgreedError(
-                    f"the training loss is {self.loss} at step {report.step}: its update is skipped; "
-                    f"{self._not_finite()}; lower the learning rate or look at the last change"
-                )
+                self._end_with_loss(report.step)
+
+    def _end_with_loss(self, step: int) -> None:
+        """Raise AgreedError for a loss that is not finite. On a GPU the step's update has been made, so
+        that nearly all weights hold NaN: none is named."""
+        found = [f"the training loss is {self.loss} at step {step}", self._newest_checkpoint()]
+        if not self.ahead:
+            bad = self._not_finite()
+            found[1:1] = [f"not finite: {bad}" if bad else "weights and gradients are finite"]
+        found.append("lower the learning rate or look at the last change")
+        raise AgreedError("; ".join(found))
+
+    def _newest_checkpoint(self) -> str:
+        found = checkpoints.checkpoints(self.folder)
+        return f"the newest checkpoint is {found[0]}" if found else "there is no checkpoint"
 
     def _not_finite(self) -> str:
-        """The parameters with infinities or NaN on any rank, or else those with such gradients. On a
-        GPU these are the next step's, which has the same weights as the update changed nothing."""
+        """What holds infinities or NaN on any rank: weights, or else pending gradients, or else
+        optimizer state. Empty: nothing."""
         optimizer = self.manager.optimizer
-        weights = {label: param.detach() for label, param in optimizer.params.items()}
-        for kind, tensors in (("weights", weights), ("gradients", optimizer.gradients())):
-            own = [label for label, x in tensors.items() if not x.isfinite().all()]
+        state = [(label, x) for label, own in optimizer.state.items() for x in own.values()]
+        kinds = {
+            "weights": optimizer.params.items(),
+            "gradients": optimizer.gradients().items(),
+            "optimizer state": [(label, x) for label, x in state if isinstance(x, Tensor)],
+        }
+        for kind, tensors in kinds.items():
+            own = {label for label, x in tensors if not x.isfinite().all()}
             bad = set().union(*self.ranks.gather(own))
             if bad:
-                return f"not finite: the {kind} of {', '.join(sorted(bad))}"
-        return "weights and pending gradients are finite"
+                return f"the {kind} of {', '.join(sorted(bad))}"
+        return ""
 
     def log_step(self, line: str) -> None:
         """Write a step's line. A terminal shows it as one live line, with the newest loss and the time
@@ -426,7 +386,7 @@ class Run:
     def save_or_stop(self, step: int) -> None:
         """Save if that is due. Raises Stopped after a signal, AgreedError after bad data; both save
         first, if saving is on. Raises AgreedError as well if the last loss is not finite. The clock
-        must stand."""
+        must be stopped."""
         self._read_losses()
         if self.must_pause(step) and not self.reason:
             self.log.show(self._save(step))
@@ -459,10 +419,15 @@ class Run:
         raise Stopped(message, 128 + self.reason)
 
     def _save(self, step: int) -> str:
-        """Save a checkpoint; what became of it, in words. A full disk does not end the run."""
+        """Save a checkpoint; what became of it, in words. A full disk does not end the run. Raises
+        AgreedError for a state that is not finite, which a step with a finite loss can leave."""
         path = self.folder / f"step_{step:06d}.pt"
         if path.exists() and step in (self.first_step, self.saved_step):
             return f"checkpoint {path}"
+        bad = self._not_finite()
+        if bad:
+            newest = self._newest_checkpoint()
+            raise AgreedError(f"not saved before step {step}: not finite: {bad}; {newest}")
         state = checkpoints.whole_state(self.manager, self.ranks)
         saved = {
             "run_id": self.settings.run_id,
@@ -470,9 +435,8 @@ class Run:
             "seconds": self.clock.before,
             "settings": dict(vars(self.settings)),
             "shards": dict(self.shards),
-            "course": checkpoints.course(self.manager, step),
+            "plan": checkpoints.plain(self.plan[:step]),
             "sources": self.logged,
-            "machine": machine_name(self.ranks.device),
             "log": {"header": self.log.header, "lines": self.log.lines},
             "state": state,
         }

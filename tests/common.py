@@ -31,6 +31,7 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
+from runtime import cpu
 from sample import load_script
 
 SCRIPT = ROOT / os.environ.get("SCRIPT", "train_gpt.py")
@@ -87,6 +88,13 @@ def unequal(a: Any, b: Any, name: str = "") -> list[str]:
     return [] if same else [name.removesuffix(".")]
 
 
+def forget_cpu() -> None:
+    """Undo use_cpu, for the tests that follow: matmuls in full precision."""
+    cpu.chosen = None
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+
+
 # -----------------------------------------------------------------------------
 # Small models and batches
 
@@ -98,7 +106,9 @@ SCALES = dict(
     bigram_embed=0.5,
     smear_gate=0.5,
     skip_gate=0.5,
-    mudd=0.1,
+    mudd_W1=0.1,
+    mudd_W2=0.1,
+    mudd_b=0.1,
     embed=0.7,
 )
 
@@ -138,13 +148,22 @@ def tiny_gpt(
     script: ModuleType = train_gpt,
     **more: Any,
 ) -> nn.Module:
-    """The script's model at the smallest widths, no parameter at zero; bf16: the training dtypes."""
-    sizes = (vocab_size, len(script.LAYERS), num_heads, head_dim, num_heads * head_dim, max_tokens)
-    model = script.GPT(*sizes, **more)
+    """The script's model at the smallest widths, no parameter at zero; bf16: the training dtypes.
+    more: further settings, in FP8 only if they say so."""
+    prefixes = more.pop("prefixes", None)
+    sizes = dict(vocab_size=vocab_size, num_heads=num_heads, head_dim=head_dim, bigram_rows=1920)
+    sizes |= dict(model_dim=num_heads * head_dim, batch_unit=1, micro_batches=1)
+    sizes |= dict(val_batch_tokens=max_tokens, fp8_head=False, fp8_mlp=False)
+    model = script.GPT(script.Hyperparameters(**(sizes | more)), prefixes)
     if dtype != torch.bfloat16:
         model.to(dtype)
     set_parameters(model)
     return model
+
+
+def trunk(model: nn.Module, inputs: Tensor, cu_seqlens: Tensor, schedule: Any) -> Tensor:
+    """What the LM head reads, (T, dim)."""
+    return model.trunk(model.look_up(inputs), inputs, cu_seqlens, schedule)
 
 
 def random_batch(

@@ -39,7 +39,7 @@ def clean_process() -> Iterator[None]:
     """What a run in this process has chosen or found ends with its test."""
     yield
     if cpu.chosen:
-        cpu.forget_cpu()
+        common.forget_cpu()
     CHECKED.clear()
 
 

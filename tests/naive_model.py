@@ -148,12 +148,9 @@ def sign_row(tokens: list[int], t: int, rows: int) -> int:
 MUDD_OFFSETS = ({6: 2.0, 7: 2.0, 8: 1.1**0.5, 9: 1.0, 12: 1.1**0.5, 13: 1.0}, {1: -0.5})
 
 
-def mudd_factors(mudd: Tensor, j: int, x: Tensor) -> list[Tensor]:
-    """The 14 factors of network j, of which network 1 uses 5; (T, 1) each. mudd[j]: W1, W2, b."""
-    dim = x.size(1)
-    W1 = mudd[j][: 64 * dim].view(64, dim)
-    W2 = mudd[j][64 * dim : -14].view(14, 64)
-    b = mudd[j][-14:]
+def mudd_factors(p: dict[str, Tensor], j: int, x: Tensor) -> list[Tensor]:
+    """The 14 factors of network j, of which network 1 uses 5; (T, 1) each. p: parameters by label."""
+    W1, W2, b = (p[f"mudd_{part}"][j] for part in ("W1", "W2", "b"))
     hidden = x @ W1.T
     hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
     factors = []
@@ -205,7 +202,7 @@ def hidden_states(
         if layer.add:
             gate = sigmoid(c0[:, :12] @ p["skip_gate"].T)
             x = x + sigmoid(s["skip_lambda"]) * 2 * gate * kept[layer.add]
-        mu = mudd_factors(p["mudd"], 0, x) if layer.mudd else None
+        mu = mudd_factors(p, 0, x) if layer.mudd else None
         if layer.window:
             if not layer.same_input:
                 xn = norm(x)
@@ -248,7 +245,7 @@ def hidden_states(
             x = lambdas["resid_mlp"][i] * x + lambdas["post_mlp"][i] * out
         if layer.keep:
             kept[layer.keep] = x
-    mu = mudd_factors(p["mudd"], 1, x)
+    mu = mudd_factors(p, 1, x)
     x = x + mu[0] * c0 + mu[1] * kept["c7"] + mu[2] * kept["c9"] + mu[3] * embeds[min(embeds)]
     return norm(x + mu[4] * kept["c3"])
 

@@ -47,9 +47,9 @@ def test_updates_are_the_recipes() -> None:
     for script in (R0, train_gpt):
         model = tiny_gpt(torch.float64, script=script)
         manager = script.TrainingManager(model, short_schedule(script=script))
-        for step in range(2):
-            add_gradients(model, step)
-            manager.step_optimizers(step)
+        for now in script.make_plan(manager.h)[:2]:
+            add_gradients(model, now.step)
+            manager.step_optimizers(now)
         results.append(parameters_of(model))
     assert [x for x in results[1] if not close64(results[0][x], results[1][x])] == []
 
@@ -57,7 +57,7 @@ def test_updates_are_the_recipes() -> None:
 @pytest.mark.skipif(not HAS_TRITON, reason="without Triton nothing is launched")
 def test_no_kernel_of_ours_is_launched_but_flash_attention() -> None:
     with tk.kernels_of("cuda"), FakeTensorMode(allow_non_fake_inputs=True):
-        model = R0.GPT(257, 11, 2, 16, 32, 256, **FP8)
+        model = tiny_gpt(torch.bfloat16, script=R0, vocab_size=257, head_dim=16, **FP8)
         schedule = R0.ForwardSchedule(torch.ones(3), 16, 48, 256)
         ids = torch.zeros(256, dtype=torch.int32)
 
@@ -69,12 +69,6 @@ def test_no_kernel_of_ours_is_launched_but_flash_attention() -> None:
     names = {str(node.target).removesuffix(".default") for node in graph.nodes}
     operators = {name for name in names if name.startswith("bankrun.")}
     assert operators == {"bankrun.flash_attention", "bankrun.flash_attention_backward"}
-
-
-def test_a_replaced_name_that_is_gone_is_an_error() -> None:
-    names = [function.__name__ for function in reference.REPLACED[1:]]
-    with pytest.raises(KeyError, match=reference.REPLACED[0].__name__):
-        reference.replace_functions(dict.fromkeys(names))
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ import pytest
 
 from common import run_fresh
 from data import cached_fineweb10B, fineweb
-from data.encodings import load_prefixes, prefix_table
 from data.shards import read_shard, write_shard
 
 
@@ -61,18 +60,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """run(tool, *options): its main, in this process, with the output tmp_path / "out"."""
-
-    def run(tool, *options: str) -> None:
-        command = [tool.__name__, "--output", str(tmp_path / "out"), *options]
-        monkeypatch.setattr(sys, "argv", command)
-        tool.main()
-
-    return run
-
-
 def shards_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("fineweb_*.bin"))}
 
@@ -96,49 +83,45 @@ def shards(hub: Hub, tmp_path: Path, offer_encoding) -> dict[str, bytes]:
     return served
 
 
-def test_only_the_shards_that_are_asked_for_and_missing_are_fetched(hub, shards, run, tmp_path):
-    run(cached_fineweb10B, "1")
-    assert shards_in(tmp_path / "out") == {FIRST: shards[FIRST], VAL: shards[VAL]}
-    run(cached_fineweb10B, "1")
-    run(cached_fineweb10B, "2")
-    assert shards_in(tmp_path / "out") == shards
+def test_only_the_shards_that_are_asked_for_and_missing_are_fetched(hub, shards, run, out):
+    run(cached_fineweb10B, out, "1")
+    assert shards_in(out) == {FIRST: shards[FIRST], VAL: shards[VAL]}
+    run(cached_fineweb10B, out, "1")
+    run(cached_fineweb10B, out, "2")
+    assert shards_in(out) == shards
     assert hub.fetched == [VAL, FIRST, "fineweb_train_000002.bin"]
-    left = {path.name for path in (tmp_path / "out").iterdir()}
-    assert left == {*shards, "prefixes_gpt2.bin"}
+    assert {path.name for path in out.iterdir()} == {*shards, "prefixes_gpt2.bin"}
 
 
 def test_shards_are_fetched_where_tiktoken_has_no_vocabulary(
-    shards, run, tmp_path, offer_encoding, capsys
+    shards, run, out, offer_encoding, capsys
 ) -> None:
     """As without network: training then makes the prefix table."""
     offer_encoding("other", end_of_text=303)
-    run(cached_fineweb10B, "1")
+    run(cached_fineweb10B, out, "1")
     said = capsys.readouterr().out.splitlines()
     assert sum("no prefix table yet" in line for line in said) == 1 and "2 shards" in said[-1]
-    offer_encoding("gpt2", end_of_text=303)
-    run(cached_fineweb10B, "1")
-    assert (load_prefixes(tmp_path / "out", "gpt2", 304) == prefix_table("gpt2", 304)).all()
 
 
-def test_a_shard_of_another_hash_never_gets_its_name(hub: Hub, shards, run, tmp_path) -> None:
+def test_a_shard_of_another_hash_never_gets_its_name(hub: Hub, shards, run, out) -> None:
     """As of a hub, or a proxy, that sends damaged bytes."""
     hub.announced = {f"{cached_fineweb10B.REPO}/{FIRST}": "1" * 64}
     with pytest.raises(SystemExit, match=f"{FIRST}: SHA-256 .* announces 1+; .* deleted"):
-        run(cached_fineweb10B, "1")
-    assert list(shards_in(tmp_path / "out")) == [VAL]
+        run(cached_fineweb10B, out, "1")
+    assert list(shards_in(out)) == [VAL]
     hub.announced = {}
-    run(cached_fineweb10B, "1")
-    assert shards_in(tmp_path / "out")[FIRST] == shards[FIRST]
+    run(cached_fineweb10B, out, "1")
+    assert shards_in(out)[FIRST] == shards[FIRST]
 
 
-def test_a_file_that_is_no_shard_is_not_taken(hub, shards, run, tmp_path) -> None:
+def test_a_file_that_is_no_shard_is_not_taken(hub, shards, run, out) -> None:
     hub.files[f"{cached_fineweb10B.REPO}/{VAL}"] = b"<html>" * 400
     with pytest.raises(SystemExit, match="not a token shard"):
-        run(cached_fineweb10B, "0")
-    assert not shards_in(tmp_path / "out")
-    (tmp_path / "out" / "manifest.json").write_text("{}")
+        run(cached_fineweb10B, out, "0")
+    assert not shards_in(out)
+    (out / "manifest.json").write_text("{}")  # as of another tool
     with pytest.raises(SystemExit, match="choose another --output"):
-        run(cached_fineweb10B, "0")
+        run(cached_fineweb10B, out, "0")
 
 
 @pytest.mark.parametrize("tool", ["cached_fineweb10B", "fineweb"])
@@ -203,61 +186,46 @@ def tokens_of(folder: Path, shard_tokens: int = SHARD_TOKENS) -> list[int]:
     return sum(shards, [])
 
 
-@pytest.mark.parametrize("shard_tokens", [301, 45_000])
-def test_shards_are_the_documents_in_order(threads, stream, run, tmp_path, shard_tokens) -> None:
-    run(fineweb, *OPTIONS, "--shard_tokens", str(shard_tokens))
-    assert tokens_of(tmp_path / "out", shard_tokens) == stream
-    left = [path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".bin"]
-    assert left == ["manifest.json"]
-
-
-@pytest.mark.parametrize("limit", [SHARD_TOKENS + 1, 2 * SHARD_TOKENS])
-def test_a_limit_on_the_tokens_is_kept_exactly(
-    threads, stream, run, tmp_path, offer_encoding, limit
-) -> None:
-    """And the prefix table lies beside the shards. No text here has a token of more than one byte."""
-    offer_encoding("toy", end_of_text=303)
-    run(fineweb, *OPTIONS, "--encoding", "toy", "--num_tokens", str(limit))
-    found = [256 if token == 303 else token for token in tokens_of(tmp_path / "out")]
-    assert found == stream[:limit]
-    assert (tmp_path / "out" / "prefixes_toy.bin").exists()
+@pytest.mark.parametrize(
+    "shard_tokens, limit", [(301, 0), (45_000, 0), (5000, 5001), (5000, 10_000)]
+)
+def test_shards_are_the_documents_in_order(threads, stream, run, out, shard_tokens, limit) -> None:
+    """With a limit, so many of their tokens exactly."""
+    sizes = ("--shard_tokens", str(shard_tokens), "--num_tokens", str(limit))
+    run(fineweb, out, *OPTIONS, *sizes)
+    assert tokens_of(out, shard_tokens) == stream[: limit or None]
+    assert [path.name for path in out.iterdir() if path.suffix != ".bin"] == ["manifest.json"]
 
 
 def test_a_run_that_is_cut_short_continues_and_ends_with_the_same_shards(
-    threads, hub: Hub, stream: list[int], run, tmp_path: Path
+    threads, hub: Hub, stream: list[int], run, out: Path
 ) -> None:
     """Before the second file: by then the first has become shards, the last cut in a document."""
     hub.interrupted_at = "sample/10BT/001.parquet"
     with pytest.raises(KeyboardInterrupt):
-        run(fineweb, *OPTIONS)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
+        run(fineweb, out, *OPTIONS)
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
     assert 0 < len(before) < len(stream) // SHARD_TOKENS
     assert stream[len(before) * SHARD_TOKENS] != 256
     hub.interrupted_at = ""
-    run(fineweb, *OPTIONS)
-    assert tokens_of(tmp_path / "out") == stream
+    run(fineweb, out, *OPTIONS)
+    assert tokens_of(out) == stream
     assert {path: path.stat().st_mtime_ns for path in before} == before  # none was made again
     hub.fetched.clear()
-    run(fineweb, *OPTIONS)
+    run(fineweb, out, *OPTIONS)
     assert hub.fetched == []
-    damaged = tmp_path / "out" / fineweb.name_of(2)
+    damaged = out / fineweb.name_of(2)
     damaged.write_bytes(damaged.read_bytes()[:-2])
-    run(fineweb, *OPTIONS)
-    assert tokens_of(tmp_path / "out") == stream
+    run(fineweb, out, *OPTIONS)
+    assert tokens_of(out) == stream
 
 
-def test_a_text_that_fails_names_file_and_row_group(hub, stream, run) -> None:
-    """Text that is not UTF-8, in a worker process: what it raises must be pickled."""
+def test_a_text_that_fails_names_file_and_row_group(hub, stream, run, out) -> None:
+    """Text that is not UTF-8, in a worker process: what it raises must be pickled. A folder takes
+    the options that it was begun with, and no others."""
     texts = pyarrow.array([b"a"] * 9 + [b"a\xff"]).view(pyarrow.string())
     hub.files[f"{SAMPLE}/10BT/001.parquet"] = parquet_of(texts)
     with pytest.raises(SystemExit, match="error: .*001.parquet, row group 1: UnicodeDecodeError"):
-        run(fineweb, *OPTIONS)
-
-
-def test_what_leaves_nothing_to_train_on_is_refused(threads, hub, stream, run, tmp_path) -> None:
-    with pytest.raises(SystemExit, match="no parquet files in sample/7"):
-        run(fineweb, *OPTIONS, "--subset", "sample/7")
-    with pytest.raises(SystemExit, match="make no training shard: lower --shard_tokens"):
-        run(fineweb, *OPTIONS, "--subset", "sample/100BT")
+        run(fineweb, out, *OPTIONS)
     with pytest.raises(SystemExit, match="choose another --output"):
-        run(fineweb, *OPTIONS, "--subset", "sample/10BT")
+        run(fineweb, out, *OPTIONS, "--subset", "sample/100BT")

@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +9,9 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.encodings import MAX_BLANKS, check_encoding, decode, encode, load_encoding
+from data.encodings import MAX_BLANKS, decode, encode, load_encoding
 from data.encodings import load_prefixes, prefix_table, save_prefixes
-from data.shards import DataError, write_shard
+from data.shards import DataError
 
 
 @given(st.text(max_size=200) | st.just("a<|endoftext|>b"))
@@ -41,22 +40,6 @@ def test_fewer_blanks_are_encoded_in_one_piece(offer_encoding) -> None:
     encoding = offer_encoding("toy", end_of_text=303)
     text = "ab ab" + " " * MAX_BLANKS + "ab" + "\n" * 7 + "ab" * 60_000
     assert encode(text, "toy") == encoding.encode_ordinary(text)
-
-
-@pytest.mark.parametrize("end_of_text", [65536, None])
-def test_an_encoding_that_does_not_fit_shards_is_refused(offer_encoding, end_of_text) -> None:
-    offer_encoding("toy", end_of_text)
-    with pytest.raises(DataError, match="a shard needs ids up to 65535 and a token <.endoftext.>"):
-        encode("a", "toy")
-
-
-def test_an_unknown_encoding_is_refused_with_those_there_are(offer_encoding) -> None:
-    offer_encoding("toy", end_of_text=303)
-    for use in (check_encoding, load_encoding):
-        with pytest.raises(DataError, match="unknown encoding 'gpt7'; there are: bytes, toy"):
-            use("gpt7")
-    check_encoding("bytes")
-    check_encoding("toy")
 
 
 def no_network(_: str) -> None:
@@ -120,11 +103,3 @@ def test_prefixes_beside_the_shards_need_no_tiktoken(offer_encoding, monkeypatch
     assert found.dtype == np.int64 and (found == expected).all()
     with pytest.raises(DataError, match="cannot load the encoding 'toy'"):
         load_prefixes(tmp_path / "none", "toy", 320)
-
-
-def test_prefixes_of_another_vocabulary_are_refused(offer_encoding, tmp_path: Path) -> None:
-    offer_encoding("toy", end_of_text=303)
-    for tokens, message in (([0, 320], "has token 320, but"), ([0] * 321, "has 321 tokens, but")):
-        write_shard(tmp_path / "prefixes_toy.bin", tokens)
-        with pytest.raises(DataError, match=f"prefixes_toy.bin: {message} --vocab_size=320"):
-            load_prefixes(tmp_path, "toy", 320)

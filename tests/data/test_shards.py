@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.shards import HEADER_BYTES, DataError, ShardWriter, read_shard
-from data.shards import replace_file, shard_name, verify_shard, write_shard
+from data.shards import HEADER_BYTES, DataError, read_shard, replace_file, verify_shard, write_shard
 
 
 def header(*numbers: int) -> bytes:
@@ -40,7 +39,6 @@ BROKEN = {
     "too many tokens": (header(20240520, 1, 5) + bytes(14), "1,038 bytes, but 5 tokens take"),
     "no tokens": (header(20240520, 1, 0), "truncated or damaged"),
     "another version": (header(20240520, 2, 1) + b"ab", "not a token shard: .* version 2"),
-    "llama-3": (header(20240801, 7, 2) + bytes(8), "llama-3 .*uint32.*magic 20240520"),
 }
 
 
@@ -67,32 +65,3 @@ def test_a_writer_that_fails_leaves_the_old_file_alone_and_is_named(tmp_path: Pa
         file.write(b"half of it" * 10_000)
         raise OSError(errno.ENOSPC, "No space left on device")
     assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"old"
-
-
-def test_a_device_is_not_replaced() -> None:
-    with pytest.raises(OSError, match="not a regular file"), replace_file("/dev/null"):
-        pass
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    documents=st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=20), max_size=12),
-    shard_tokens=st.integers(1, 30),
-    first=st.integers(0, 3),
-)
-def test_a_row_of_shards_is_the_stream_of_documents(
-    tmp_path_factory, documents: list[list[int]], shard_tokens: int, first: int
-) -> None:
-    folder = tmp_path_factory.mktemp("row")
-    name = lambda index: shard_name("t", "train", index)
-    writer = ShardWriter(folder, name, shard_tokens, first)
-    for document in documents:
-        writer.add(np.array(document, dtype=np.uint16))
-    writer.close()
-    paths = sorted(folder.iterdir())
-    shards = [read_shard(path).tolist() for path in paths]
-    assert sum(shards, []) == sum(documents, [])
-    assert all(len(shard) == shard_tokens for shard in shards[:-1])
-    names = [f"t_train_{index:06d}.bin" for index in range(first, first + len(shards))]
-    assert [path.name for path in paths] == names
-    assert writer.written == dict(zip(names, map(len, shards)))

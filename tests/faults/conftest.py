@@ -1,6 +1,5 @@
 """Runs of tiny settings in this process: their ends, their logs, and data made for them."""
 
-import re
 import shutil
 from pathlib import Path
 
@@ -9,36 +8,18 @@ import pytest
 from common import options, train_gpt
 from data.shards import read_shard, write_shard
 from runtime.ranks import RunError
-from runtime.sources import RULE
-from steps import train_idea
+from steps import lines_of, train_idea
 
 
 @pytest.fixture
-def lines_of():
-    """lines_of(log) are its lines after the header, without times and memory."""
-
-    def lines(log: Path) -> str:
-        text = log.read_text().split(f"{RULE}\n")[2]
-        return re.sub(r"(train_time:|step_avg:|resident: )\S+", r"\1", text)
-
-    return lines
-
-
-@pytest.fixture
-def train(shards, tmp_path, lines_of):
-    """train(**options) runs to the end, and returns the log's lines."""
+def train(shards, tmp_path):
+    """train(**options) runs to the end, and returns the log's lines; see steps.lines_of."""
 
     def run(**given) -> str:
         train_idea(options(shards, tmp_path, **given))
         return lines_of(tmp_path / "logs/run.txt")
 
     return run
-
-
-@pytest.fixture
-def train_command():
-    """train_command([--name=value, …]) runs to the end."""
-    return train_idea
 
 
 @pytest.fixture

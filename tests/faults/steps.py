@@ -1,14 +1,19 @@
 """What the tests of faults do between the steps of a run."""
 
 import os
+import random
+import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from common import train_gpt
+from runtime.sources import RULE
 
 
 def train_idea(arguments: list[str]) -> None:
@@ -17,12 +22,19 @@ def train_idea(arguments: list[str]) -> None:
 
     def noisy(model, *batch):
         if model.training:
-            model.scalars.data.add_(torch.rand(1), alpha=1e-3)
+            drawn = torch.rand(1) + random.random() + numpy.random.rand()
+            model.scalars.data.add_(drawn, alpha=3e-4)
         return forward(model, *batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt.GPT, "forward", noisy)
         train_gpt.main(arguments)
+
+
+def lines_of(log: Path) -> str:
+    """A log's lines after its header, without times and memory."""
+    text = log.read_text().split(f"{RULE}\n")[2]
+    return re.sub(r"(train_time:|step_avg:|resident: )\S+", r"\1", text)
 
 
 def after_step(patch: pytest.MonkeyPatch, done: int, action: Callable) -> None:
@@ -35,6 +47,11 @@ def after_step(patch: pytest.MonkeyPatch, done: int, action: Callable) -> None:
             action(run)
 
     patch.setattr(train_gpt.Run, "log_step", acting)
+
+
+@torch.no_grad()
+def spoil_a_weight(run) -> None:
+    run.manager.optimizer.params["attn"].view(-1)[7] = float("inf")
 
 
 def kill(*_) -> None:

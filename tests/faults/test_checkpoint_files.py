@@ -6,18 +6,16 @@ import resource
 import signal
 import time
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from common import tiny_settings, train_gpt, unequal
+from common import add_gradients, tiny_settings, train_gpt, unequal
 from runtime import run
-from runtime.checkpoints import LATEST, find_checkpoint, load_whole_state, read_checkpoint
-from runtime.checkpoints import whole_state, write_checkpoint
+from runtime.checkpoints import LATEST, find_checkpoint, find_resumed, load_whole_state
+from runtime.checkpoints import read_checkpoint, whole_state, write_checkpoint
 from runtime.ranks import Ranks, RunError, Signals
-from runtime.run import machine_name
-from steps import after_step, in_child, kill
+from steps import after_step, in_child, kill, lines_of, spoil_a_weight, train_idea
 
 # -----------------------------------------------------------------------------
 # Resume
@@ -28,7 +26,7 @@ def state_in(folder, step: int = 8) -> dict:
     return read_checkpoint(folder / f"run/step_{step:06d}.pt")["state"]
 
 
-def test_a_resumed_run_ends_on_the_same_bits(train, checkpoint, finished, lines_of):
+def test_a_resumed_run_ends_on_the_same_bits(train, checkpoint, finished):
     """From step 3, when the gradients of step 2 are still pending. The log is as if it had never
     stopped, but for a note in its header; the clock goes on."""
     log = checkpoint.parents[1] / "run.txt"
@@ -56,68 +54,68 @@ def test_one_command_begins_and_resumes_a_run(train, finished, tmp_path):
     assert unequal(state_in(finished), state_in(tmp_path / "logs")) == []
 
 
-def test_latest_skips_damaged_checkpoints_needs_no_option_and_names_another_machine(
-    checkpoint, finished, train_command, capsys
-):
+def test_latest_skips_damaged_checkpoints_and_needs_no_option(checkpoint, finished, capsys):
     """The settings are the checkpoint's. One that is given and contradicts it is refused."""
     command = ["--resume=latest", "--run_id=run", f"--log_dir={checkpoint.parents[1]}"]
     for step in (8, 6):
         path = checkpoint.with_name(f"step_00000{step}.pt")
         path.write_bytes(path.read_bytes()[:-100])
-    of_another = {"machine": "NVIDIA H100, host 1"}
-    write_checkpoint(checkpoint, read_checkpoint(checkpoint) | of_another, 9)
     with pytest.raises(RunError, match="--adam_lr_scale was 1.5, is 0.5"):
-        train_command([*command, "--adam_lr_scale=0.5"])
+        train_idea([*command, "--adam_lr_scale=0.5"])
     capsys.readouterr()
-    train_command(command)
+    train_idea(command)
     assert unequal(state_in(finished), state_in(checkpoint.parents[1])) == []
     printed = capsys.readouterr().out
     assert re.findall(r"skipped .*/step_00000(\d).pt: damaged", printed) == ["8", "6"]
-    machine = rf"{re.escape(machine_name(torch.device('cpu')))}, before it NVIDIA H100, host 1\n"
     for text in (printed, (checkpoint.parents[1] / "run.txt").read_text()):
-        assert re.search(rf"resumed at step 3 from .*, on another machine: {machine}", text)
+        assert re.search("resumed at step 3 from .*step_000003.pt", text)
 
 
-def save_by_the_clock(rank, world_size, shards, folder):
-    """Rank 1's clock stands still."""
+def signal_self(_) -> None:
+    """As a cluster warns."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def train_on_two(rank, world_size, shards, first, again):
+    """How each run ends, in a process of run_ranks, which has a process group: a whole one, a resumed
+    one, and its rest. Faults are rank 1's, whose clock stands still: all save by that of rank 0."""
     ranks = Ranks(rank, world_size, torch.device("cpu"))
-    h = tiny_settings(shards, folder, save_minutes=1e-9, keep_checkpoints=9)
     still = SimpleNamespace(perf_counter=lambda: 0.0, strftime=time.strftime)
-    with Signals() as signals, patch.object(run, "time", still if rank else time):
-        train_gpt.train(h, ranks, signals)
+    from_3 = f"{first / 'logs/run/step_000003.pt'}"
+    runs = [(first, "", 0, kill), (again, from_3, 5, signal_self), (again, LATEST, 0, kill)]
+    ends = []
+    for folder, resume, step, fault in [*runs, (first, from_3, 5, spoil_a_weight)]:
+        h = tiny_settings(shards, folder, save_minutes=1e-9, keep_checkpoints=9, resume=resume)
+        resumed = find_resumed(resume, h.log_dir, h.run_id)
+        with Signals() as signals, pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(run, "time", still)
+                after_step(patch, step, fault)
+            try:
+                train_gpt.train(h, ranks, signals, resumed)
+            except RunError as error:
+                ends.append(f"{error.args[0]}")
+    return ends
 
 
-def test_all_ranks_save_by_the_clock_of_the_first(run_ranks, shards, tmp_path):
-    run_ranks(2, save_by_the_clock, shards, tmp_path)
-    kept = sorted(os.listdir(tmp_path / "logs/run"))
-    assert kept == [f"step_00000{step}.pt" for step in range(1, 9)]
-
-
-def train_and_resume(rank, world_size, shards, first, again):
-    """In a process of run_ranks, which has a process group."""
-    ranks = Ranks(rank, world_size, torch.device("cpu"))
-    for folder, resume in ((first, ""), (again, str(first / "logs/run/step_000003.pt"))):
-        h = tiny_settings(shards, folder, save_every=3, keep_checkpoints=3, resume=resume)
-        with Signals() as signals:
-            train_gpt.train(h, ranks, signals)
-
-
-def test_a_run_of_two_ranks_is_resumed_by_two_and_by_one(run_ranks, shards, tmp_path, train):
-    """By two on the same bits, by one with sums in another order: step 3 is compared alone."""
+def test_two_ranks_save_and_stop_together_and_resume_on_the_same_bits(
+    run_ranks, shards, tmp_path, train
+):
+    """By one rank sums are in another order: step 3 is compared alone."""
     first = tmp_path / "first"
     again = tmp_path / "again"
-    run_ranks(2, train_and_resume, shards, first, again)
+    ends, ends_of_rank_1 = run_ranks(2, train_on_two, shards, first, again)
+    assert ends == ends_of_rank_1
+    stopped, refused = ends
+    assert stopped.startswith("stopped by SIGUSR1 after step:6/8: checkpoint ")
+    assert refused.startswith("not saved before step 5: not finite: the weights of attn; ")
+    saved = [f"step_00000{step}.pt" for step in range(1, 9)]
+    assert sorted(os.listdir(first / "logs/run")) == saved
     assert unequal(state_in(first / "logs"), state_in(again / "logs")) == []
     train(resume=first / "logs/run/step_000003.pt")
-    logs = [(folder / "logs/run.txt").read_text() for folder in (first, tmp_path)]
+    logs = [(folder / "logs/run.txt").read_text() for folder in (again, tmp_path)]
     of_two, of_one = (float(re.search(r"step:4/8 val_loss:(\S+)", log)[1]) for log in logs)
     assert of_one == pytest.approx(of_two, abs=0.002)
-
-
-def add_gradients(model) -> None:
-    for param in model.parameters():
-        grad = torch.randn_like(param)
-        param.grad = grad if param.grad is None else param.grad + grad
 
 
 def load_and_save(rank, world_size, state, settings):
@@ -126,9 +124,9 @@ def load_and_save(rank, world_size, state, settings):
     if state:
         load_whole_state(manager, state, ranks)
     else:
-        add_gradients(manager.model)
+        add_gradients(manager.model, 0)
         manager.optimizer.step(0)
-        add_gradients(manager.model)
+        add_gradients(manager.model, 1)
     state = whole_state(manager, ranks)
     return state if rank == 0 else {}
 

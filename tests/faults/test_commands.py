@@ -27,32 +27,30 @@ def import_late(*batch):
 
 
 GPT.forward = import_late
+for path in (__file__, own_part.__file__):  # as an editor while the run starts
+    open(path, "a").write("# too late")
 """
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A copy of the project, without its data and logs."""
-    folder = tmp_path_factory.mktemp("project")
-    for path in (*ROOT.glob("*.py"), ROOT / "run.sh", ROOT / "requirements.txt"):
-        shutil.copy(path, folder)
-    for name in ("runtime", "data"):
-        (folder / name).mkdir()
-        for path in (ROOT / name).glob("*.py"):
-            shutil.copy(path, folder / name)
-    return folder
-
-
-def test_an_idea_runs_from_any_folder_and_its_log_holds_every_source(project, shards, tmp_path):
-    """With a module beside it, and one that the first step imports."""
+def test_an_idea_runs_from_any_folder_and_its_log_holds_every_source(shards, tmp_path):
+    """With a module beside it, and one that the first step imports, in a copy of the project. What is
+    edited while the run starts is logged as it ran."""
+    project = tmp_path / "project"
     ideas = project / "ideas"
     (ideas / "parts").mkdir(parents=True)
+    for path in (*ROOT.glob("*.py"), ROOT / "run.sh", ROOT / "requirements.txt"):
+        shutil.copy(path, project)
+    for name in ("runtime", "data"):
+        only_files = lambda _, names: [x for x in names if not x.endswith(".py")]
+        shutil.copytree(ROOT / name, project / name, ignore=only_files)
     script = (ROOT / "train_gpt.py").read_text()
     script = script.replace("\nimport torch\n", "\nimport own_part\nimport torch\n", 1)
     main = '\nif __name__ == "__main__":\n'
     script = script.replace(main, IMPORT_LATE + main)
     (ideas / "idea.py").write_text(script)
     (ideas / "own_part.py").write_text("# own part\n")
+    (ideas / "unused.py").write_text("# not imported\n")
+    (ideas / ".#idea.py").symlink_to("me@host.1234")  # Emacs' lock of an edited file
     (ideas / "parts/late.py").write_text("# imported late\n")
     given = [x for x in options(shards, tmp_path) if not x.startswith("--log_dir")]
     command = [project / "run.sh", "ideas/idea.py", *given]
@@ -60,10 +58,12 @@ def test_an_idea_runs_from_any_folder_and_its_log_holds_every_source(project, sh
     assert (done.returncode, done.stderr) == (0, "")
     log = (project / "logs/run.txt").read_text()
     sources, environment, lines, end = log.split(f"\n{RULE}\n")
-    assert sources.startswith(script)
-    for name in ("ideas/own_part.py", "runtime/run.py", "data/loader.py", "triton_kernels.py"):
+    assert sources.startswith(f"{script}\n{'-' * 40}\n# data/")
+    for name in ("runtime/run.py", "data/loader.py", "triton_kernels.py"):
         text = (project / name).read_text()
         assert f"\n# {name}\n{'-' * 40}\n{text}" in sources
+    assert f"\n# ideas/own_part.py\n{'-' * 40}\n# own part\n" in sources
+    assert "# too late" not in sources[len(script) :] and "# not imported" not in sources
     assert "\nshards: 'local_train_000000.bin' " in environment
     assert "step:8/8 val_loss:" in lines
     assert end.startswith("peak memory resident: ")

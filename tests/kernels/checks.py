@@ -16,7 +16,7 @@ from torch import Tensor
 
 import triton_kernels as tk
 from bench.resumes import same_bits
-from common import normal, random_batch, tiny_gpt, train_gpt
+from common import U16, U32, U64, normal, random_batch, tiny_gpt, train_gpt
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,8 +25,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # not written is seen, and lies between guards, so that one written outside is seen. Errors are bounded
 # by what the formats round: unit roundoff of the result once, that of the sum once a term.
 
-U32 = 2.0**-24  # unit roundoff of fp32: the largest relative error of rounding to nearest
-UNIT = {FP64: 2.0**-53, FP32: U32, torch.float16: 2.0**-11, BF16: 2.0**-8}
+UNIT = {FP64: U64, FP32: U32, torch.float16: 2.0**-11, BF16: U16}
 SMALLEST = {FP64: 2.0**-1022, FP32: 2.0**-126, torch.float16: 2.0**-24, BF16: 2.0**-126}
 GUARD = 256  # elements
 

@@ -71,13 +71,3 @@ def test_matmuls_fit_a_small_chip(name: str) -> None:
     """An RTX 4090 has 99 KB of shared memory a block."""
     found = bench.compiled(bench.launch_of(bench.cases()[name], 89), 89)
     assert found.shared <= bench.CHIPS[89].shared_memory
-
-
-@pytest.mark.parametrize("name", ["transpose_add", "transpose_copy"])
-def test_transposes_leave_processors_to_collectives(name: str) -> None:
-    """32 programs, of an H100's 132 processors; without collectives as many as the chip holds."""
-    beside, alone = (
-        bench.launch_of(bench.cases()[f"{name}, {where}"], 90).grid
-        for where in ("beside collectives", "alone")
-    )
-    assert (beside, alone) == ((32,), (4 * 132,))

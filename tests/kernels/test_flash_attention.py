@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 import triton_kernels as tk
 from common import ROOT, normal
@@ -101,14 +101,6 @@ def inputs(dims: int = D) -> list[Tensor]:
     return [q, k.contiguous()[:P], v, torch.tensor((0, 30, 31, P, P, P), dtype=torch.int32)]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
-def test_flash_attention_takes_16_bits_on_a_gpu(dtype: torch.dtype) -> None:
-    x = torch.ones(1, dtype=dtype)
-    assert not tk.uses_flash(x)
-    with tk.kernels_of("cuda"):
-        assert tk.uses_flash(x) == (dtype in (BF16, FP16))
-
-
 def test_fa4_runs_in_training_once_it_has_been_tried(calls) -> None:
     """Not in evaluation, for more than 256 documents, for other heads, or without flash_attention()."""
     *qkv, starts = inputs()
@@ -170,18 +162,6 @@ def test_both_attend_to_the_band(calls, package: str, window: int | Tensor) -> N
         results.append([out, *torch.autograd.grad(out, qkv, grad)])
     assert calls[-2:] == [package, f"{package} backward"]
     assert all(torch.equal(*pair) for pair in zip(*results))
-
-
-def test_attention_keeps_the_rules_of_custom_operators(monkeypatch) -> None:
-    """Schema, registered autograd, fake tensors of the same shapes, dtypes and strides, tracing."""
-    monkeypatch.setattr(tk, "_fa4", FA4())
-    q, k, v, starts = inputs()
-    rest = (starts, tk.graph_input(20), tk.graph_input(SCALE), P, True)
-    library.opcheck(torch.ops.bankrun.flash_attention.default, (q, k.detach(), v, *rest))
-    plain = [x.detach() for x in (q, k, v)]
-    out, lse = tk.flash_attention_op(*plain, *rest)
-    args = (out, *plain, out, lse, *rest)
-    library.opcheck(torch.ops.bankrun.flash_attention_backward.default, args)
 
 
 def test_one_graph_serves_all_windows_and_scales(monkeypatch) -> None:

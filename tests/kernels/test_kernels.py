@@ -154,7 +154,7 @@ def test_loss(check, code: str, T: int, V: int, dtype: torch.dtype) -> None:
 @both((FP32,), (FP64,))
 @pytest.mark.parametrize("T, K", [(260, 4), (70, 1), (70, 2), (70, 3)])
 def test_loss_of_many_strips_and_of_fewer_targets(check, code: str, T: int, K: int, dtype) -> None:
-    check(code, checks.check_loss, T, 1100, K, dtype, "random")
+    check(code, checks.check_loss, T, 600, K, dtype, "random")
 
 
 @both((FP32, FP16), (FP32, BF16))
@@ -164,7 +164,7 @@ def test_loss_of_extremes(check, code: str, values: str, dtype: torch.dtype) -> 
 
 
 @both((BF16, FP32), (BF16,))
-@pytest.mark.parametrize("T, V, K", [(2, 64, 1), (64, 576, 2), (260, 1152, 4), (66, 1100, 3)])
+@pytest.mark.parametrize("T, V, K", [(2, 64, 1), (64, 1152, 2), (260, 576, 4), (66, 1100, 3)])
 def test_loss_in_fp8_has_two_equal_layouts(check, code: str, T: int, V: int, K: int, dtype) -> None:
     check(code, checks.check_loss_in_fp8, T, V, K, dtype, "random")
 

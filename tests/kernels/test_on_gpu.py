@@ -152,10 +152,7 @@ def test_attention_is_that_of_its_reference(p: int) -> None:
 def test_model_as_it_trains_is_that_of_fp32_on_a_cpu() -> None:
     """Loss and gradients in bf16, FP8 and one compiled graph; FP8 in the reference too."""
     h, T = train_gpt.Hyperparameters(), 2048
-    sizes = (h.vocab_size, len(train_gpt.LAYERS), h.num_heads, h.head_dim, h.model_dim, T)
-    formats = dict(fp8_head=h.fp8_head and HAS_FP8, fp8_mlp=h.fp8_mlp and HAS_FP8)
-    options = dict(bigram_rows=h.bigram_rows, attention_scale=h.attention_scale) | formats
-    models = [train_gpt.GPT(*sizes, **options) for _ in range(2)]
+    models = [train_gpt.GPT(h, fp8=HAS_FP8) for _ in range(2)]
     with torch.no_grad():
         for label, param in models[0].named_parameters():
             if param.ndim > 1:

@@ -1,6 +1,5 @@
 """Inside kernels_of a function is its kernel, outside its reference; pieces that fit the cache."""
 
-import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -30,10 +29,9 @@ def double():
     return double
 
 
-@pytest.mark.parametrize("device, dtype", itertools.product(("cpu", "meta"), (BF16, FP32, FP64)))
-def test_kernel_inside_reference_outside(double, device: str, dtype: torch.dtype) -> None:
-    x = torch.ones(3, device=device, dtype=dtype)
-    out = torch.ones(1)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_kernel_inside_reference_outside(double, device: str) -> None:
+    x, out = torch.ones(3, device=device), torch.ones(1)
     assert isinstance(double(x), Tensor)
     with tk.kernels_of("cuda"):
         assert double(x) == ("kernel", x, None)

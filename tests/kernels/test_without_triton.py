@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from common import ROOT, options, run_fresh
-from runtime import cpu
 
 
 @pytest.fixture
@@ -37,9 +36,3 @@ def test_the_tests_are_found_without_triton(blocked) -> None:
     found = run_fresh(command, cwd=ROOT, env=blocked, timeout=120)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr
     assert "kernels/test_references.py" in found.stdout
-
-
-def test_the_stand_in_counts_like_triton() -> None:
-    stand_in = cpu.triton
-    assert [stand_in.cdiv(x, 8) for x in (0, 1, 8, 9)] == [0, 1, 1, 2]
-    assert [stand_in.next_power_of_2(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]

@@ -7,6 +7,7 @@ and with the final windows, on one rank and on two.
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,20 +34,21 @@ def recorded_run(rank: int, world_size: int, fields: dict) -> dict:
     build, validate = train_gpt.build, train_gpt.validate
 
     class Recorded(train_gpt.TrainingManager):
-        def step_optimizers(self, step):
-            found["weights"]["training", step] = parameters_of(self.model)
-            super().step_optimizers(step)
-            found["rates"][step] = (self.optimizer.lr_schedule, self.optimizer.momentum)
+        def step_optimizers(self, now):
+            found["weights"]["training", now.step] = parameters_of(self.model)
+            with patch.object(self.optimizer, "step", wraps=self.optimizer.step) as step:
+                super().step_optimizers(now)
+            (_, *found["rates"][now.step]) = step.call_args.args
 
     def build_recorded(h, *rest):
         model = build(h, *rest).model.double()
         found["signs"] = model.bigram_signs
         return Recorded(model, h)
 
-    def validate_recorded(step, manager, run):
-        found["weights"]["validation", step] = parameters_of(manager.model)
-        found["validation"][step] = validate(step, manager, run)
-        return found["validation"][step]
+    def validate_recorded(now, manager, run):
+        found["weights"]["validation", now.step] = parameters_of(manager.model)
+        found["validation"][now.step] = validate(now, manager, run)
+        return found["validation"][now.step]
 
     def log_step(run, line, original=Run.log_step):
         found["training"][len(found["training"])] = run.loss
@@ -55,14 +57,14 @@ def recorded_run(rank: int, world_size: int, fields: dict) -> dict:
     def write_step(log, line, live):
         found["shown"][len(found["shown"])] = live
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "build", build_recorded)
-        patch.setattr(train_gpt, "validate", validate_recorded)
-        patch.setattr(train_gpt, "warm_up", lambda *_: None)
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(train_gpt, "build", build_recorded)
+        monkey.setattr(train_gpt, "validate", validate_recorded)
+        monkey.setattr(train_gpt, "warm_up", lambda *_: None)
         table = [PREFIXES.get(token, -1) for token in range(257)]
-        patch.setattr(train_gpt, "load_prefixes", lambda *_: table)
-        patch.setattr(Run, "log_step", log_step)
-        patch.setattr(Log, "write_step", write_step)
+        monkey.setattr(train_gpt, "load_prefixes", lambda *_: table)
+        monkey.setattr(Run, "log_step", log_step)
+        monkey.setattr(Log, "write_step", write_step)
         ranks = Ranks(rank, world_size, torch.device("cpu"))
         train_gpt.train(train_gpt.Hyperparameters(**fields), ranks, Signals())
     return found
@@ -195,7 +197,7 @@ def test_validation_loss_is_that_of_the_weights_and_the_shard(runs, step):
 
 def test_each_step_has_its_own_rate_and_momentum(runs):
     settings, *both = runs
-    schedule = [train_gpt.step_schedule(step, settings) for step in range(8)]
-    assert len({said.momentum for said in schedule}) > 1
-    expected = {step: (said.lr_schedule, said.momentum) for step, said in enumerate(schedule)}
+    plan = train_gpt.make_plan(settings)[:-1]
+    assert len({now.momentum for now in plan}) > 1
+    expected = {now.step: [now.lr_factor, now.momentum] for now in plan}
     assert [found["rates"] for found in both] == [expected] * 2

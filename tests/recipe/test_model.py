@@ -1,15 +1,16 @@
 """The model is the naive one, with its gradients, in any dtype."""
 
 import math
-from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import naive_model
 import train_gpt
-from common import TOLERANCE64, U16, U32, bits, int32, normal, random_batch, tiny_gpt
+import triton_kernels
+from common import TOLERANCE64, U16, U32, bits, int32, normal, random_batch, tiny_gpt, trunk
 from train_gpt import (
     GPT, LAMBDAS, LAYERS, PARAM_TABLE, ForwardSchedule, Layer, Yarn, hash_bigrams, sign_rows,
 )  # fmt: skip
@@ -33,15 +34,19 @@ def run_attention(
     gate = normal("gate", (H, 12)).double()
     value = normal("value", (T, H, D)).double() if with_value else None
     alpha = normal("alpha", (H,)).double()
-    weights = (x, W_qkv, W_o, gate)
     cu_seqlens = int32(0, 11, 12, 30, T, T)
     p = 2 if paired else 1
     band = Band(p * cu_seqlens, window, p * T, band_bias(p * cu_seqlens, p * T, window, F64))
     layer = Layer(0, "short", paired, key_offset)
-    scales = (torch.ones((), dtype=F64), torch.tanh(alpha))
-    out = train_gpt.attention(*weights, *scales, value, layer, Yarn(D, 64, F64, 0.3), band)
+    one = torch.ones((), dtype=F64)
+    views = dict.fromkeys(train_gpt.LayerViews._fields) | dict(layer=layer, W_qkv=W_qkv, W_o=W_o)
+    views |= dict(
+        qkv_scale=one, o_scale=one, head_gate=gate, xsa=torch.tanh(alpha)[None], band=band
+    )
+    yarn = Yarn(D, 64, F64, 0.3)
+    out = train_gpt.attention(x, train_gpt.LayerViews(**views), one, value, yarn)
     how = (naive_model.frequencies(D), 0.3, cu_seqlens, window, paired, key_offset)
-    return out, naive_model.layer_attention(*weights, value, alpha, *how)
+    return out, naive_model.layer_attention(x, W_qkv, W_o, gate, value, alpha, *how)
 
 
 KINDS = {  # (paired, key_offset, with_value, window)
@@ -209,7 +214,7 @@ def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
     params = {x: param.detach().clone().requires_grad_() for x, param in model.named_parameters()}
     signs = {"bigram_signs": model.bigram_signs}
     hidden = naive_hidden_states(model, params | signs, inputs, cu_seqlens)
-    found = model.hidden_states(inputs, cu_seqlens, schedule)
+    found = trunk(model, inputs, cu_seqlens, schedule)
     assert (found - hidden).abs().max() <= 100 * TOLERANCE64
 
     logits = hidden @ params["lm_head"]
@@ -230,7 +235,7 @@ def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
     used[[0, 2, 5, 6, 9], len(LAMBDAS) :] = False
     assert torch.equal(model.layer_lambdas.grad != 0, used)
     # MUDD's large offsets do not learn, and network 1 has five.
-    fixed = [(row[-14:] == 0).nonzero().flatten().tolist() for row in model.mudd.grad]
+    fixed = [(row == 0).nonzero().flatten().tolist() for row in model.mudd_b.grad]
     assert fixed == [[6, 7, 8, 9, 12, 13], [1, *range(5, 14)]]
 
 
@@ -243,7 +248,7 @@ def test_training_loss_is_the_sum_over_tokens_and_targets_that_exist(
     model = tiny_gpt(F64, prefixes=TABLE)
     inputs, targets, cu_seqlens = random_batch(tokens, 120, (0, 1))
     schedule = forward_schedule(mtp)
-    logits = model.hidden_states(inputs, cu_seqlens, schedule) @ model.lm_head
+    logits = trunk(model, inputs, cu_seqlens, schedule) @ model.lm_head
     without = schedule._replace(prefix_weight=None)
     for given, weight in ((schedule, PREFIX), (without, 0.0)):
         expected = naive_model.training_loss(logits, targets, mtp, PREFIXES, weight).item()
@@ -255,7 +260,7 @@ def test_evaluation_loss_is_the_mean_of_the_next_token() -> None:
     """In no FP8, and without prefixes."""
     model = tiny_gpt(F64, fp8_head=True, fp8_mlp=True, prefixes=TABLE).eval()
     inputs, targets, cu_seqlens, schedule = batch()
-    logits = tiny_gpt(F64).hidden_states(inputs, cu_seqlens, schedule) @ model.lm_head
+    logits = trunk(tiny_gpt(F64), inputs, cu_seqlens, schedule) @ model.lm_head
     expected = torch.nn.functional.cross_entropy(naive_model.softcap(logits), targets).item()
     loss = model(inputs, targets, cu_seqlens, schedule).item()
     assert loss == pytest.approx(expected, rel=TOLERANCE64)
@@ -276,8 +281,8 @@ def test_narrow_model_is_the_wide_model_but_for_rounding(kind: str) -> None:
         for a, b in zip(large.parameters(), small.parameters()):
             a.copy_(b)  # the same numbers
     inputs, targets, cu_seqlens, schedule = batch()
-    found = small.hidden_states(inputs, cu_seqlens, schedule).double()
-    exact = large.hidden_states(inputs, cu_seqlens, schedule).double()
+    found = trunk(small, inputs, cu_seqlens, schedule).double()
+    exact = trunk(large, inputs, cu_seqlens, schedule).double()
     assert (found - exact).norm() <= ROUNDINGS * unit * exact.norm()
     # A target's loss moves by at most twice the change of a logit z: that of the hidden state,
     # relative, times the logits, and one more rounding, times the softcap's largest slope.
@@ -292,7 +297,7 @@ def test_narrow_model_is_the_wide_model_but_for_rounding(kind: str) -> None:
         # Forwards and backwards, √2, a margin of two. A factor's gradient sums products of either
         # sign over tokens and dims; what a token's norms and weights are off by is common to its
         # dims, so it does not cancel as they do: √dim more. So for gates of whole tokens.
-        factor = label in ("scalars", "layer_lambdas", "skip_gate", "mudd")
+        factor = label in ("scalars", "layer_lambdas", "skip_gate") or "mudd" in label
         tolerance = 3 * ROUNDINGS * unit * (4 if factor else 1)
         difference = (a.grad.double() - b.grad.double()).norm()
         assert difference <= tolerance * b.grad.double().norm(), label
@@ -318,20 +323,11 @@ def test_every_parameter_has_a_gradient() -> None:
 # Sizes
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(num_layers=len(LAYERS) + 1), f"num_layers={len(LAYERS) + 1}"),
-        (dict(head_dim=18, model_dim=36), "head_dim=18"),
-        (dict(model_dim=48), "model_dim=48"),
-        (dict(head_dim=4, model_dim=8), "model_dim=8"),
-    ],
-    ids=str,
-)
-def test_impossible_sizes_are_refused(change: dict, message: str) -> None:
-    sizes = dict(vocab_size=128, num_layers=len(LAYERS), num_heads=2, head_dim=16, model_dim=32)
-    with pytest.raises(ValueError, match=message):
-        GPT(**{**sizes, "max_tokens": 64, **change})
+@pytest.mark.parametrize("change", [dict(head_dim=18, model_dim=36), dict(model_dim=48)], ids=str)
+def test_impossible_sizes_are_refused(change: dict) -> None:
+    sizes = dict(num_heads=2, head_dim=16, model_dim=32) | change
+    with pytest.raises(ValueError, match="--head_dim=18|--model_dim=48"):
+        GPT(train_gpt.Hyperparameters(**sizes))
 
 
 def test_vocabulary_is_padded_to_a_multiple_of_128() -> None:
@@ -343,63 +339,20 @@ def test_vocabulary_is_padded_to_a_multiple_of_128() -> None:
 # The record's size
 
 
-def bit_sums(model: GPT) -> dict[str, int]:
-    """A cheap witness that a parameter has changed, without a copy: the sum of its 16-bit words."""
-    words = {label: p.detach().view(torch.int16) for label, p in model.named_parameters()}
-    return {label: x.sum().item() for label, x in words.items()}
-
-
-def record_steps(rank: int, world_size: int) -> dict:
-    """Steps 0 (NorMuon alone) and 1 (Adam too) of the record preset's model, on 16 tokens.
-
-    Matrices are orthogonalized one by one, each alike: two of each shape are enough for a test, the
-    others stay as they are. So are a third of the vocabulary and a fifth of the bigram table, which
-    would be nine tenths of the memory."""
-    torch.manual_seed(0)
-    T = 16
-    polar_express = train_gpt.polar_express
-    orthogonal = Counter()
-
-    def polar_express_of_two(G: Tensor) -> Tensor:
-        more = max(0, 2 - orthogonal[G.shape[1:]])
-        orthogonal[G.shape[1:]] += len(G)
-        return torch.cat((polar_express(G[:more]), G[more:].bfloat16()))
-
-    train_gpt.polar_express = polar_express_of_two
+def test_record_models_optimizer_fits_its_parameters(monkeypatch) -> None:
+    """Steps 0 (NorMuon alone) and 1 (Adam too) in fake tensors: shapes without numbers."""
+    monkeypatch.setattr(triton_kernels, "CPU_CACHE_ELEMENTS", 2**40)  # each parameter in one piece
     h = train_gpt.Hyperparameters()
-    vocab_size = h.vocab_size // 3
-    sizes = (vocab_size, len(LAYERS), h.num_heads, h.head_dim, h.model_dim, 2048)
-    model = GPT(*sizes, bigram_rows=h.bigram_rows // 5, fp8_head=True, fp8_mlp=True)
-    manager = train_gpt.TrainingManager(model, h)
-    batch = random_batch(T, vocab_size, (0, 12))
-    losses, moved, before = [], [], bit_sums(model)
-    for step in range(2):
-        manager.advance_schedule(step)
-        loss = model(*batch, manager.forward_schedule())
-        loss.backward()
-        manager.step_optimizers(step)
-        losses.append(loss.item())
-        now = bit_sums(model)
-        moved.append({label for label in now if now[label] != before[label]})
-        before = now
-    # The LM head starts near zero, so logits are within a few tenths, and the first loss is that of
-    # chance, ln(vocab), a target.
-    weights = train_gpt.step_schedule(0, h).mtp_weights
-    terms = sum(w * (T - k) for k, w in enumerate(weights))
-    return dict(
-        chance=terms * math.log(model.embed.size(0)),
-        losses=losses,
-        moved=moved,
-        finite=all(p.abs().amax().isfinite().item() for p in model.parameters()),
-    )
-
-
-@pytest.mark.slow
-def test_record_model_takes_its_first_steps_on_a_cpu(run_ranks) -> None:
-    (run,) = run_ranks(1, record_steps)
-    assert run["losses"][0] == pytest.approx(run["chance"], rel=0.02)
-    assert math.isfinite(run["losses"][1]) and run["finite"]
-    assert run["moved"][0] == {label for label, row in PARAM_TABLE.items() if row.every == 1}
-    # Bigrams and gates start at zero: a gate of zeros has no gradient yet.
-    tables = {"lm_head", "embed", "value_embeds", "bigram_embed", "layer_lambdas", "mudd"}
-    assert {"attn", "mlp", "scalars", *tables} <= run["moved"][1]
+    with FakeTensorMode():
+        manager = train_gpt.TrainingManager(GPT(h), h)
+        for now in train_gpt.make_plan(h)[:2]:
+            manager.advance_schedule(now)
+            for param in manager.model.parameters():
+                param.grad = torch.empty_like(param)
+            manager.step_optimizers(now)
+    state = manager.optimizer.state
+    assert state.keys() == PARAM_TABLE.keys() and not manager.optimizer.gradients()
+    for label, param in manager.model.named_parameters():
+        if "exp_avg" in state[label]:
+            assert state[label]["exp_avg"].shape == param.shape, label
+    assert state["attn"]["group_second_moment"].shape == (40, 3, 768)

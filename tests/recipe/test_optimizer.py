@@ -2,7 +2,6 @@
 of ranks."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ from common import (
 )  # fmt: skip
 from train_gpt import (
     PARAM_TABLE, SCATTER_ORDER, WORK_ORDER, Adam, NorMuon, NorMuonAndAdam, ParamConfig,
-    TrainingManager, join_mantissa, normuon_update, polar_express, split_mantissa,
+    TrainingManager, join_mantissa, make_plan, normuon_update, polar_express, split_mantissa,
 )  # fmt: skip
 
 F64 = torch.float64
@@ -118,12 +117,13 @@ def test_bank_in_two_halves_moves_exactly_as_one_in_fp32() -> None:
     start = whole.clone()
     mantissa = torch.zeros(halves.shape, dtype=torch.uint16)
     states = [(torch.zeros(start.shape), torch.zeros(3, 16, 1)) for _ in range(2)]
-    rates = [torch.tensor(x, dtype=F64) for x in (1e-4, 1.2, 0.9)]
-    rates = (torch.ones(3, 1, 1), *rates, 0.95, torch.tensor(1.0, dtype=F64))
+    names = ("lr", "weight_decay", "momentum", "grad_scale")
+    rates = {x: torch.tensor(y, dtype=F64) for x, y in zip(names, (1e-4, 1.2, 0.9, 1.0))}
+    lr_mul = torch.ones(3, 1, 1)
     for step in range(20):
         grad = normal(f"g{step}", tuple(start.shape))
-        normuon_update(halves, mantissa, grad, *states[0], *rates)
-        normuon_update(whole, None, grad, *states[1], *rates)
+        normuon_update(halves, mantissa, grad, *states[0], lr_mul, beta2=0.95, **rates)
+        normuon_update(whole, None, grad, *states[1], lr_mul, beta2=0.95, **rates)
         assert torch.equal(join_mantissa(halves, mantissa), whole)
         assert torch.equal(halves.view(torch.int16).int(), whole.view(torch.int32) >> 16)
     assert not torch.equal(whole, start)
@@ -171,10 +171,9 @@ def test_adam_follows_its_formula(label: str, kind: str) -> None:
     for t in range(1, 5):
         g = normal(f"g{t}", (30, 7)).to(dtype)
         p.grad = g.clone()
-        optimizer.lr_schedule = 1.5 / t
         before = p.detach().double().numpy().copy()
         expected, m, v = adam_reference(before, g.double().numpy() / 4, m, v, t, row, 1.5 / t)
-        optimizer.step(t)
+        optimizer.step(t, lr_factor=1.5 / t)
         # One rounding of the result, and about a dozen units (fp32's, or fp64's) of the parameter
         # and of the update.
         size = np.abs(before) + np.abs(expected - before) + np.abs(expected)
@@ -244,13 +243,11 @@ def test_normuon_follows_its_formula(label: str) -> None:
     v = [np.zeros(max(part.shape)) for part in expected]
     for step in range(4):
         g = normal(f"g{label}{step}", shape).double()
-        optimizer.lr_schedule = 1.5 - 0.3 * step
-        optimizer.momentum = 0.85 + 0.03 * step
+        factor, momentum = 1.5 - 0.3 * step, 0.85 + 0.03 * step
         p.grad = g.clone()
-        optimizer.step(step)
+        optimizer.step(step, factor, momentum)
         for i, g_i in enumerate(parts_of(label, g.numpy() / 8)):
-            lr = row.lr * optimizer.lr_schedule
-            how = (row, lr, row.lr_mul[i % len(row.lr_mul)], optimizer.momentum)
+            how = (row, row.lr * factor, row.lr_mul[i % len(row.lr_mul)], momentum)
             expected[i], m[i], v[i] = normuon_reference(expected[i], g_i, m[i], v[i], *how)
         # As for Polar Express: 1000 · n · 2⁻⁵³, at a rate of 0.15 at most, over four steps
         for found, part in zip(parts_of(label, p.detach().numpy()), expected, strict=True):
@@ -277,7 +274,6 @@ def test_normuon_decays_where_update_and_weight_agree_or_vanish() -> None:
 # -----------------------------------------------------------------------------
 # The step
 
-EVERY_STEP = [label for label, row in PARAM_TABLE.items() if row.every == 1]
 ODD_STEPS = [label for label, row in PARAM_TABLE.items() if row.every == 2]
 
 
@@ -307,24 +303,16 @@ def test_missing_gradient_is_named_and_nothing_is_updated(label: str) -> None:
     getattr(model, label).grad = None
     before = parameters_of(model)
     with pytest.raises(RuntimeError, match=rf"no gradient for {label} at step 1"):
-        manager.step_optimizers(1)
+        manager.step_optimizers(make_plan(h())[1])
     assert unequal(before, parameters_of(model)) == []
 
 
-@pytest.mark.parametrize(
-    "table, missing, twice",
-    [("PARAM_TABLE", "bigram_embed", ""), ("SCATTER_ORDER", "", "mlp"), ("WORK_ORDER", "mlp", "")],
-)
-def test_table_and_orders_must_name_every_parameter_once(
-    table: str, missing: str, twice: str
-) -> None:
-    parts = dict(PARAM_TABLE=PARAM_TABLE, SCATTER_ORDER=SCATTER_ORDER, WORK_ORDER=WORK_ORDER)
-    if table == "PARAM_TABLE":
-        parts[table] = {label: row for label, row in PARAM_TABLE.items() if label != missing}
-    else:
-        parts[table] = [*(x for x in parts[table] if x != missing), *filter(None, [twice])]
-    with pytest.raises(ValueError, match=f"{table}.*{missing}{twice}"):
-        NorMuonAndAdam(tiny_gpt().named_parameters(), *parts.values())
+def test_orders_must_name_every_parameter_once() -> None:
+    params = [*tiny_gpt().named_parameters()]
+    with pytest.raises(ValueError, match="SCATTER_ORDER.*mlp"):
+        NorMuonAndAdam(params, PARAM_TABLE, (*SCATTER_ORDER, "mlp"), WORK_ORDER)
+    with pytest.raises(ValueError, match="WORK_ORDER.*" + WORK_ORDER[0]):
+        NorMuonAndAdam(params, PARAM_TABLE, SCATTER_ORDER, WORK_ORDER[1:])
 
 
 def test_orders_and_the_tables_order_change_no_result() -> None:
@@ -344,17 +332,14 @@ def test_orders_and_the_tables_order_change_no_result() -> None:
     assert unequal(*results) == []
 
 
-TYING = {
-    "embed is tied to head: no parameter": ("embed", dict(tied_to="head")),
-    "embed is tied to embed, which is tied itself": ("embed", dict(tied_to="embed")),
-    "ties two parameters to lm_head": ("bigram_embed", dict(tied_to="lm_head")),
-    "embed and lm_head must have the same `every`": ("lm_head", dict(every=1)),
-}
-
-
-@pytest.mark.parametrize("message", TYING)
-def test_weight_tying_that_would_not_hold_is_refused(message: str) -> None:
-    label, change = TYING[message]
+@pytest.mark.parametrize(
+    "label, change, message",
+    [
+        ("embed", dict(tied_to="embed"), "embed is tied to embed, which is tied itself"),
+        ("lm_head", dict(every=1), "embed and lm_head must have the same `every`"),
+    ],
+)
+def test_weight_tying_that_would_not_hold_is_refused(label, change: dict, message: str) -> None:
     table = PARAM_TABLE | {label: replace(PARAM_TABLE[label], **change)}
     with pytest.raises(ValueError, match=message):
         NorMuonAndAdam(tiny_gpt().named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
@@ -372,118 +357,78 @@ def test_parameter_that_cannot_be_sharded_is_named() -> None:
 
 
 # -----------------------------------------------------------------------------
-# Tied and split, on one rank and on four
+# Tied and split; test_ranks.py compares other numbers of ranks with one
 
 STEPS, SPLIT = 6, train_gpt.split_step(4)  # of h(): Adam on 1, 3 and 5, the split after 3
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 4])
 
 
-def train_rank(rank: int, world_size: int) -> list[dict]:
-    """Six steps on this rank's micro-batches; after each, parameters and this rank's state."""
+@pytest.fixture(scope="module")
+def history() -> list[dict]:
+    """Parameters and state after each of six steps."""
     model = tiny_gpt(F64, num_heads=4, head_dim=4)
     with torch.no_grad():
         model.embed.copy_(model.lm_head.T)
     manager = TrainingManager(model, h(head_dim=4))
     optimizer = manager.optimizer
-    per_rank = h().micro_batches // world_size
-    history = []
-    for step in range(STEPS):
-        manager.advance_schedule(step)
-        add_gradients(model, step, range(rank * per_rank, (rank + 1) * per_rank))
-        manager.step_optimizers(step)
+    found = []
+    for now in make_plan(h())[:STEPS]:
+        manager.advance_schedule(now)
+        add_gradients(model, now.step, range(4))
+        manager.step_optimizers(now)
         state = {}
         for label, own in optimizer.state.items():
             state[label] = {x: torch.as_tensor(value).clone() for x, value in own.items()}
         left = {label for label, p in model.named_parameters() if p.grad is not None}
         params = parameters_of(model)
-        history.append(dict(params=params, state=state, tied=optimizer.tied, left=left))
-    return history
-
-
-@pytest.fixture(scope="module")
-def trained(run_ranks) -> Callable[[int], list[list[dict]]]:
-    """trained(world_size): train_rank of each rank, run once."""
-    cache = {1: [train_rank(0, 1)]}
-
-    def get(world_size: int) -> list[list[dict]]:
-        if world_size not in cache:
-            cache[world_size] = run_ranks(world_size, train_rank)
-        return cache[world_size]
-
-    return get
-
-
-def whole(ranks: list[list[dict]], step: int, label: str, name: str) -> Tensor:
-    """A sharded parameter's state, put together."""
-    return torch.cat([history[step]["state"][label][name] for history in ranks])
+        found.append(dict(params=params, state=state, tied=optimizer.tied, left=left))
+    return found
 
 
 def mean_gradient(label: str, shape: tuple[int, ...], steps: tuple[int, ...]) -> Tensor:
-    """The sum over these steps' micro-batches of all ranks, divided by their number in a step."""
+    """The sum over these steps' micro-batches, divided by their number in a step."""
     numbers = [(step, i) for step in steps for i in range(4)]
     return sum(normal(f"g_{label}_{step}_{i}", shape).double() for step, i in numbers) / 4
 
 
-@WORLD_SIZES
-def test_tied_embed_stays_lm_head_transposed(trained, world_size: int) -> None:
-    for history in trained(world_size):
-        for step in range(SPLIT + 1):
-            params = history[step]["params"]
-            assert torch.equal(params["embed"], params["lm_head"].T), step
-            assert history[step]["tied"] == (step < SPLIT)
+def test_tied_embed_stays_lm_head_transposed(history) -> None:
+    for step in range(SPLIT + 1):
+        params = history[step]["params"]
+        assert torch.equal(params["embed"], params["lm_head"].T), step
+        assert history[step]["tied"] == (step < SPLIT)
 
 
-@WORLD_SIZES
-def test_tied_lm_head_learns_from_both_gradients(trained, world_size: int) -> None:
+def test_tied_lm_head_learns_from_both_gradients(history) -> None:
     head = mean_gradient("lm_head", (16, 128), (0, 1))
     embed = mean_gradient("embed", (128, 16), (0, 1))
     expected = (1 - PARAM_TABLE["lm_head"].betas[0]) * (head + embed.T)  # from zero
-    found = whole(trained(world_size), 1, "lm_head", "exp_avg")
+    found = history[1]["state"]["lm_head"]["exp_avg"]
     assert (found - expected).abs().max() <= 1e-14
 
 
-@WORLD_SIZES
-def test_split_hands_over_the_adam_state_transposed_exactly(trained, world_size: int) -> None:
-    ranks = trained(world_size)
+def test_split_hands_over_the_adam_state_transposed_exactly(history) -> None:
+    head, embed = (history[SPLIT]["state"][label] for label in ("lm_head", "embed"))
     for name in ("exp_avg", "exp_avg_sq"):
-        head = whole(ranks, SPLIT, "lm_head", name)
-        assert head.shape == (16, 128) and head.any()
-        assert torch.equal(whole(ranks, SPLIT, "embed", name), head.T)
-    for history in ranks:
-        state = history[SPLIT]["state"]
-        assert state["embed"]["step"] == state["lm_head"]["step"] == 2
+        assert head[name].shape == (16, 128) and head[name].any()
+        assert torch.equal(embed[name], head[name].T)
+    assert embed["step"] == head["step"] == 2
 
 
-@WORLD_SIZES
-def test_split_embed_learns_from_its_own_gradient_alone(trained, world_size: int) -> None:
-    ranks = trained(world_size)
-    params = ranks[0][5]["params"]
+def test_split_embed_learns_from_its_own_gradient_alone(history) -> None:
+    params = history[5]["params"]
     assert not torch.equal(params["embed"], params["lm_head"].T)
-    inherited = whole(ranks, SPLIT, "lm_head", "exp_avg")
+    inherited = history[SPLIT]["state"]["lm_head"]["exp_avg"]
     for label, start in (("lm_head", inherited), ("embed", inherited.T)):
         row = PARAM_TABLE[label]
         g = mean_gradient(label, tuple(start.shape), (4, 5))
         expected = row.betas[0] * start + (1 - row.betas[0]) * g
-        assert (whole(ranks, 5, label, "exp_avg") - expected).abs().max() <= 1e-14
+        assert (history[5]["state"][label]["exp_avg"] - expected).abs().max() <= 1e-14
         # The weights follow the formula from that state, at the third step, in the extension.
-        before = ranks[0][4]["params"][label].numpy()
-        v = whole(ranks, SPLIT, label, "exp_avg_sq").numpy()
+        before = history[4]["params"][label].numpy()
+        v = history[SPLIT]["state"][label]["exp_avg_sq"].numpy()
         how = (3, row, train_gpt.LR_FLOOR)
         weights, _, _ = adam_reference(before, g.numpy(), start.numpy(), v, *how)
         assert np.abs(params[label].numpy() - weights).max() <= 1e-13
 
 
-@WORLD_SIZES
-def test_used_gradients_are_cleared_on_every_rank(trained, world_size: int) -> None:
-    for history in trained(world_size):
-        assert [entry["left"] for entry in history] == [{*ODD_STEPS}, set()] * 3
-
-
-def test_each_rank_has_the_state_of_its_own_rows_alone(trained) -> None:
-    (one,) = trained(1)
-    for history in trained(4):
-        for label, state in history[0]["state"].items():
-            parts = 4 if PARAM_TABLE[label].comms == "sharded" else 1
-            for name, x in state.items():
-                expected = one[0]["state"][label][name].shape
-                assert not x.ndim or len(x) * parts == expected[0], (label, name)
+def test_used_gradients_are_cleared(history) -> None:
+    assert [entry["left"] for entry in history] == [{*ODD_STEPS}, set()] * 3

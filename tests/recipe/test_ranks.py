@@ -21,7 +21,7 @@ from common import (
 )  # fmt: skip
 from runtime.ranks import Ranks, Signals
 from train_gpt import (
-    PARAM_TABLE, Hyperparameters, NorMuonAndAdam, TrainingManager, param_table, step_schedule,
+    PARAM_TABLE, Hyperparameters, NorMuonAndAdam, TrainingManager, UpdateArgs, make_plan, param_table,
 )  # fmt: skip
 from traffic import counted, expected_calls
 
@@ -99,10 +99,10 @@ def whole_run(rank: int, world_size: int, data: Path, name: str) -> dict[str, An
         managers.append(manager)
         step_optimizer = manager.optimizer.step
 
-        def step_counted(step: int) -> None:
+        def step_counted(step: int, *rates: float) -> None:
             tied = manager.optimizer.tied
             with counted() as calls:
-                step_optimizer(step)
+                step_optimizer(step, *rates)
             traffic.append((step, tied, calls))
 
         manager.optimizer.step = step_counted
@@ -200,7 +200,7 @@ def test_same_tokens_in_the_same_order_for_every_world_size(runs, variant, world
     shared = in_order(runs(world_size)[variant], "tokens")
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
     h = settings_of(Path(), 1, variant)
-    expected = sum(step_schedule(step, h).batch_tokens for step in range(STEPS))
+    expected = sum(now.batch_tokens for now in make_plan(h)[:STEPS])
     assert sum(map(len, alone)) == expected
 
 
@@ -289,7 +289,7 @@ def test_every_matrix_has_one_owner(label: str, shape: tuple[int, ...], world_si
         own = optimizer.own_rows[label]
         for step in range(2 * (own.start < own.stop)):
             grad = table[label].as_rows(normal(f"{label}{step}", shape).double())
-            optimizer._update(label, grad[own])
+            optimizer._update(label, grad[own], UpdateArgs(1.0, 0.95, 1.0))
         return optimizer.shards[label]
 
     alone = build()
@@ -338,6 +338,9 @@ def test_traffic_is_the_theorys_call_by_call(runs, variant: str, world_size: int
 # The dtype in which gradients are summed
 
 
+PLAN = make_plan(short_schedule(num_scheduled_iterations=4))
+
+
 def manager_in_bf16(grad_dtype: str) -> TrainingManager:
     h = short_schedule(num_scheduled_iterations=4, grad_dtype=grad_dtype)
     return TrainingManager(tiny_gpt(torch.bfloat16), h)
@@ -370,15 +373,15 @@ def test_wide_gradients_stay_for_adam_and_come_back_from_a_saved_state() -> None
     give the same weights."""
     first, second = manager_in_bf16("float32"), manager_in_bf16("float32")
     add_micro_batches(first, range(2))
-    first.step_optimizers(0)
+    first.step_optimizers(PLAN[0])
     saved = {label: g.clone() for label, g in first.optimizer.gradients().items()}
     assert saved.keys() == {label for label, row in PARAM_TABLE.items() if row.every == 2}
     add_micro_batches(second, range(2))
-    second.step_optimizers(0)
+    second.step_optimizers(PLAN[0])
     second.optimizer.load_gradients(saved)
     assert unequal(saved, second.optimizer.gradients()) == []
     for manager in (first, second):
         add_micro_batches(manager, range(2, 4))
-        manager.step_optimizers(1)
+        manager.step_optimizers(PLAN[1])
         assert not manager.optimizer.gradients()
     assert unequal(parameters_of(first.model), parameters_of(second.model)) == []

@@ -11,8 +11,8 @@ from common import add_gradients, short_schedule, tiny_gpt, unequal
 from runtime.checkpoints import load_whole_state, whole_state
 from runtime.ranks import Ranks
 from train_gpt import (
-    EXTENSION, FINAL_VALIDATION, LR_DECAY_FROM, LR_FLOOR, MOMENTUM_HIGH, MOMENTUM_LOW, PARAM_TABLE,
-    SPLIT_EMBED_AT, STAGES, GPT, Stage, TrainingManager, split_step, step_schedule,
+    EXTENSION, FINAL_VALIDATION, LR_DECAY_FROM, LR_FLOOR, PARAM_TABLE, SPLIT_EMBED_AT, STAGES, GPT,
+    Stage, TrainingManager, make_plan, split_step,
 )  # fmt: skip
 
 # A handful of fp64 operations on numbers below 2.
@@ -39,34 +39,22 @@ def test_every_number_is_that_of_the_stage(scheduled: int) -> None:
     """Loss weights fade over their stage; the rate decays to the floor, which the extension has."""
     h = short_schedule(num_scheduled_iterations=scheduled)
     begin = math.floor(exactly(LR_DECAY_FROM) * scheduled)
-    for step in range(h.total_iterations + 1):
+    plan = make_plan(h)
+    assert len(plan) == h.total_iterations + 1
+    for step, now in enumerate(plan):
         stage, behind = stage_of(step, scheduled)
         shown = FINAL_VALIDATION if step == h.total_iterations else stage
-        said = step_schedule(step, h)
-        assert said.batch_tokens == shown.batch * h.batch_unit
+        assert now.step == step and now.splits == (step == split_step(scheduled))
+        assert now.batch_tokens == shown.batch * h.batch_unit
         blocks = (stage.docs, shown.short, shown.long, stage.long)
-        assert said[1:5] == tuple(size * h.block_size for size in blocks)
+        assert now[2:6] == tuple(size * h.block_size for size in blocks)
         first = (*stage.mtp_first, stage.prefix_first)
         ends = zip(first, (*stage.mtp_last, stage.prefix_last), strict=True)
         weights = [a + (b - a) * float(behind) for a, b in ends]
-        assert (*said.mtp_weights, said.prefix_weight) == pytest.approx(tuple(weights), **EXACT)
+        assert (*now.mtp_weights, now.prefix_weight) == pytest.approx(tuple(weights), **EXACT)
         done = min(1.0, max(0.0, (step - begin) / (scheduled - begin)))
         rate = (1 - done) * stage.lr + done * LR_FLOOR
-        assert said.lr_schedule == pytest.approx(rate, **EXACT), step
-
-
-@pytest.mark.parametrize("warmup, cooldown", [(10, 10), (0, 1), (90, 40)])
-def test_momentum_rises_stays_and_falls_and_the_rise_has_precedence(
-    warmup: int, cooldown: int
-) -> None:
-    changes = dict(momentum_warmup=warmup, momentum_cooldown=cooldown)
-    h = short_schedule(num_scheduled_iterations=98, **changes)
-    rise = MOMENTUM_HIGH - MOMENTUM_LOW
-    for step in range(100):
-        expected = MOMENTUM_HIGH - rise * max(0, step - (100 - cooldown)) / cooldown
-        if step < warmup:
-            expected = MOMENTUM_LOW + rise * step / warmup
-        assert step_schedule(step, h).momentum == pytest.approx(expected, **EXACT)
+        assert now.lr_factor == pytest.approx(rate, **EXACT), step
 
 
 @pytest.mark.parametrize("scheduled", [1725, 151, 12, 3, 1])
@@ -83,6 +71,7 @@ def test_embedding_splits_on_the_first_step_from_its_time_on_that_updates_it(
 # The manager
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+PLAN = make_plan(short_schedule())
 
 
 def yarn_of(model: GPT) -> dict[str, object]:
@@ -96,17 +85,17 @@ def test_leap_ends_where_single_steps_do() -> None:
     for model, steps in ((leaper, (3, 13)), (walker, range(14))):
         manager = TrainingManager(model, short_schedule())
         for step in steps:
-            manager.advance_schedule(step)
+            manager.advance_schedule(PLAN[step])
     assert unequal(yarn_of(leaper), yarn_of(walker)) == []
     assert set(unequal(yarn_of(walker), start)) == {"scale", "table"}
 
 
 def test_going_back_beyond_a_change_of_windows_is_refused_and_changes_nothing() -> None:
     manager = TrainingManager(tiny_gpt(), short_schedule())
-    manager.advance_schedule(8)
+    manager.advance_schedule(PLAN[8])
     yarn = yarn_of(manager.model)
     with pytest.raises(ValueError, match="step 0 is before the stage"):
-        manager.advance_schedule(0)
+        manager.advance_schedule(PLAN[0])
     assert unequal(yarn_of(manager.model), yarn) == []
 
 
@@ -119,7 +108,7 @@ def test_update_takes_the_mean_over_a_steps_micro_batches() -> None:
         add_gradients(manager.model, 1)
         for param in manager.model.parameters():
             param.grad *= count
-        manager.step_optimizers(1)
+        manager.step_optimizers(PLAN[1])
         states.append(whole_state(manager, ALONE))
     assert unequal(states[0], states[1]) == [] == unequal(states[0], states[2])
 
@@ -127,10 +116,10 @@ def test_update_takes_the_mean_over_a_steps_micro_batches() -> None:
 def run_steps(manager: TrainingManager, first: int, last: int) -> None:
     """Steps first .. last − 1 on gradients that label and step decide, and on to the step `last`."""
     for step in range(first, last):
-        manager.advance_schedule(step)
+        manager.advance_schedule(PLAN[step])
         add_gradients(manager.model, step)
-        manager.step_optimizers(step)
-    manager.advance_schedule(last)
+        manager.step_optimizers(PLAN[step])
+    manager.advance_schedule(PLAN[last])
 
 
 def everything(manager: TrainingManager) -> dict[str, object]:
@@ -151,7 +140,7 @@ def test_saved_state_starts_another_manager_that_ends_on_the_same_bits(saved_at:
     at_end = everything(manager)
     tables = ("attn", "mlp", "embed", "lm_head", "value_embeds", "scalars")
     assert {f"parameters.{label}" for label in tables} <= {*unequal(saved, at_end)}
-    assert saved["extra"]["tied"] == (saved_at <= manager.split_step)
+    assert saved["extra"]["tied"] == (saved_at <= split_step(12))
 
     model = tiny_gpt(dtype)
     for param in model.parameters():

@@ -5,6 +5,7 @@ Each idea is the script with some lines added behind one of its tables, as a fil
 """
 
 import ast
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import naive_model
 import train_gpt
 from common import (
     SCRIPT, TOLERANCE64, U64, parameters_of, random_batch, set_parameters, short_schedule, tiny_gpt,
-    unequal,
+    trunk, unequal,
 )  # fmt: skip
 from runtime.checkpoints import load_whole_state, whole_state
 from runtime.ranks import Ranks
@@ -39,8 +40,8 @@ SCALARS = {"out_lambda": [0.75], **SCALARS}
 """),
     "scalar in use": ("GPT", """
 class Scaled(GPT):
-    def hidden_states(self, *args):
-        return self.scalars[0] * super().hidden_states(*args)
+    def trunk(self, *args):
+        return self.scalars[0] * super().trunk(*args)
 GPT = Scaled
 """),
     "layers": ("LAYERS", """
@@ -63,7 +64,7 @@ LAYERS = (
     "rule": ("NorMuon", """
 class SGD(ParamConfig):
     def update(self, rows, grad, state, args):
-        rows.sub_(grad, alpha=self.lr * args.lr_schedule * args.grad_scale)
+        rows.sub_(grad, alpha=self.lr * args.lr_factor * args.grad_scale)
 """),
     "rule in use": ("PARAM_TABLE", """
 PARAM_TABLE["value_embeds"] = SGD("sharded", every=2, lr=0.5)
@@ -92,21 +93,28 @@ def manager_of(script: ModuleType) -> Any:
     return script.TrainingManager(model, h)
 
 
+def plan_of(manager: Any) -> list:
+    script = sys.modules[type(manager).__module__]
+    return script.make_plan(manager.h)
+
+
 def train(manager: Any, first: int, last: int) -> dict[int, dict[str, Tensor]]:
     """Steps first .. last − 1; each step's gradients."""
     gradients = {}
-    for step in range(first, last):
-        manager.advance_schedule(step)
+    for now in plan_of(manager)[first:last]:
+        step = now.step
+        schedule = manager.advance_schedule(now)
         for i in range(manager.h.micro_batches):
             batch = random_batch(64, 120, (0, 17, 40), seed=100 * step + i)
-            manager.model(*batch, manager.forward_schedule()).backward()
+            manager.model(*batch, schedule).backward()
             manager.optimizer.accumulate()
         gradients[step] = {x: g.clone() for x, g in manager.optimizer.gradients().items()}
-        manager.step_optimizers(step)
+        manager.step_optimizers(now)
     return gradients
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+SIZES = dict(vocab_size=128, num_heads=2, head_dim=8, model_dim=16, bigram_rows=640)
 
 
 def assert_comes_back(make: Callable[[], Any], manager: Any, step: int) -> None:
@@ -131,23 +139,23 @@ def test_fourth_stage_has_its_steps_and_trains(tmp_path: Path, monkeypatch) -> N
     manager = manager_of(script)
     h = manager.h
     h.check(1)
-    schedule = [script.step_schedule(step, h) for step in range(h.total_iterations)]
+    schedule = script.make_plan(h)[:-1]
     units = [said.batch_tokens // h.batch_unit for said in schedule]
     assert units == [8] * 4 + [16] * 4 + [20] + [24] * 5
-    assert schedule[8][1:5] == (9 * 16, 4 * 16, 9 * 16, 9 * 16)
+    assert schedule[8][2:6] == (9 * 16, 4 * 16, 9 * 16, 9 * 16)
     assert (*schedule[8].mtp_weights, schedule[8].prefix_weight) == (1, 0.4, 0.2)
     done = (8 - int(script.LR_DECAY_FROM * 12)) / (12 - int(script.LR_DECAY_FROM * 12))
     rate = 1.6 * (1 - done) + script.LR_FLOOR * done
-    assert schedule[8].lr_schedule == pytest.approx(rate, rel=1e-12)
+    assert schedule[8].lr_factor == pytest.approx(rate, rel=1e-12)
 
-    extend = manager.model.extend_windows
+    extend = manager.model.yarn.extend
     extended = {}
 
     def recorded(old: int, new: int) -> None:
         extended[step] = (old // 16, new // 16)
         extend(old, new)
 
-    monkeypatch.setattr(manager.model, "extend_windows", recorded)
+    monkeypatch.setattr(manager.model.yarn, "extend", recorded)
     for step in range(9):
         train(manager, step, step + 1)
     assert extended == {4: (3, 7), 8: (7, 9)}
@@ -158,14 +166,14 @@ def test_scalar_is_a_row_and_its_use(tmp_path: Path) -> None:
     """The first of all: the others move up."""
     script = idea(tmp_path, "scalar", "scalar in use")
     manager = manager_of(script)
-    fresh = script.GPT(128, len(script.LAYERS), 2, 8, 16, 64)
-    assert fresh.scalars.tolist() == [0.75, *train_gpt.GPT(128, 11, 2, 8, 16, 64).scalars.tolist()]
+    fresh, usual = (x.GPT(x.Hyperparameters(**SIZES)) for x in (script, train_gpt))
+    assert fresh.scalars.tolist() == [0.75, *usual.scalars.tolist()]
     before = parameters_of(manager.model)["scalars"]
     gradient = train(manager, 0, 2)[1]["scalars"][0]
     moved = manager.model.scalars[0] - before[0]
     # Adam's first step is ± its rate, wherever the gradient is far above ε.
     row = script.PARAM_TABLE["scalars"]
-    rate = row.lr * row.lr_mul * script.step_schedule(1, manager.h).lr_schedule
+    rate = row.lr * row.lr_mul * plan_of(manager)[1].lr_factor
     assert gradient and moved.item() == pytest.approx(-rate * gradient.sign().item(), rel=1e-6)
     assert_comes_back(lambda: manager_of(script), manager, 2)
 
@@ -179,14 +187,14 @@ def test_layers_are_their_rows(tmp_path: Path) -> None:
 
     inputs, targets, cu_seqlens = random_batch(64, 120, (0, 17, 40))
     params = {x: param.detach().clone().requires_grad_() for x, param in model.named_parameters()}
-    schedule = manager.forward_schedule()
+    schedule = manager.advance_schedule(plan_of(manager)[0])
     windows = {"short": schedule.short_window, "long": schedule.long_window}
     hidden = naive_model.hidden_states(
         *(params | {"bigram_signs": model.bigram_signs}, script, model.num_heads),
         *(inputs, cu_seqlens, windows),
         *(model.yarn.frequencies.tolist(), model.yarn.scale),
     )
-    difference = model.hidden_states(inputs, cu_seqlens, schedule) - hidden
+    difference = trunk(model, inputs, cu_seqlens, schedule) - hidden
     assert difference.abs().max() <= 100 * TOLERANCE64
     weights = schedule.mtp_weights.tolist()
     naive_model.training_loss(hidden @ params["lm_head"], targets, weights).backward()
@@ -207,7 +215,7 @@ def test_third_rule_moves_its_parameter_by_its_update(tmp_path: Path) -> None:
     manager = manager_of(script)
     before = manager.model.value_embeds.detach().clone()
     gradient = train(manager, 0, 2)[1]["value_embeds"]
-    lr = 0.5 * script.step_schedule(1, manager.h).lr_schedule
+    lr = 0.5 * plan_of(manager)[1].lr_factor
     step = lr / manager.h.micro_batches * gradient
     error = (manager.model.value_embeds - (before - step)).abs()
     assert step.any() and (error <= 4 * U64 * (before.abs() + step.abs())).all()

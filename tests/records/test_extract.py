@@ -1,11 +1,8 @@
 """Sources come back byte for byte, at their paths, and nothing is written elsewhere."""
 
-import subprocess
-import sys
-
 import pytest
 
-from made_logs import ROOT, SOURCES, make_log
+from made_logs import SOURCES, make_log
 
 from extract import ExtractError, extract, main
 
@@ -68,17 +65,3 @@ def test_a_log_without_whole_sources_is_refused(tmp_path):
     (tmp_path / "run.txt").write_bytes(make_log()[:80])
     with pytest.raises(ExtractError, match="within its sources"):
         extract(tmp_path / "run.txt", tmp_path / "again")
-
-
-RECORDS = [("2026-11-22_Record_61", "runtime/run.py"), ("2026-11-23_AMX", "cpu.py")]
-
-
-@pytest.mark.parametrize("record, name", RECORDS)
-def test_the_sources_of_a_record_load_from_their_own_folder(record, name, tmp_path):
-    """Without the project's on the path: the modules of the log are enough for the script."""
-    extract(ROOT / "records" / record / "seed0.txt", tmp_path)
-    assert (tmp_path / name).is_file()
-    code = "import train_gpt, runtime.run; print(runtime.run.__file__)"
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout.strip() == str(tmp_path / "runtime/run.py"), found.stderr

@@ -55,15 +55,8 @@ def trainer(tmp_path, monkeypatch):
 
 def test_runs_alternate_with_a_seed_a_pair_and_are_compared_in_pairs(trainer, capsys):
     trainer.race(3, "--", "--lr=0.1")
-    turns = [
-        ("base", "0"),
-        ("idea", "0"),
-        ("idea", "1"),
-        ("base", "1"),
-        ("base", "2"),
-        ("idea", "2"),
-    ]
-    assert trainer.runs == [(*turn, "0.1") for turn in turns]
+    turns = ["base 0", "idea 0", "idea 1", "base 1", "base 2", "idea 2"]
+    assert trainer.runs == [(*turn.split(), "0.1") for turn in turns]
     assert "in pairs" in capsys.readouterr().out
     trainer.race(4, "--", "--lr=0.1")
     assert len(trainer.runs) == 8  # the six stay

@@ -83,7 +83,6 @@ WHOLE, CUT = step_lines(), step_lines(5, total=8)
 FAULTS = [
     (CUT, "cut short at step 5/8"),
     (CUT + "Traceback (most …):\nRuntimeError: boom\n", "crashed at step 5/8: Run"),
-    (CUT + "error: rank 1 is lost\n", "crashed at step 5/8: error: rank 1 is lost"),
     (WHOLE + WHOLE, "step 0 follows step 8: more than one run"),
     ("", "cut short before its first step"),
     (WHOLE.replace("loss:3.2700", "loss:nan"), "crashed: the validation loss is nan"),
@@ -106,13 +105,6 @@ def test_a_log_that_ends_within_its_header():
 def test_a_last_line_that_is_still_written_is_not_read():
     log = parse_log(make_log(lines=CUT + "step:6/8 train_time:6", end=""))
     assert (max(log.times), log.fault) == (5, "cut short at step 5/8")
-
-
-@pytest.mark.parametrize("word", ["matmuls", "products"])
-def test_what_a_cpu_computes_with_by_either_word(word):
-    line = f"{word}: bf16 operands by AMX, fp32 by PyTorch's own library, on AVX512"
-    log = parse_log(make_log(environment=ENVIRONMENT.replace("attention: varlen_attn, FA3", line)))
-    assert (log.facts["matmuls"], log.facts["instructions"]) == (line.partition(": ")[2], "AVX512")
 
 
 def test_a_resumed_run_names_both_machines_and_its_changed_source():

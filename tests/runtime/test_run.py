@@ -1,20 +1,17 @@
-"""runtime/run.py in parts: what is timed, seeds, graphs from the cache."""
+"""runtime/run.py in parts: what is timed, graphs from the cache."""
 
-import random
 import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from common import ROOT, tiny_settings, train_gpt
-from runtime import run
+from runtime import clock, run
 from runtime.log import Log
 from runtime.ranks import Ranks, Signals
-from runtime.run import seed_random
 
 CPU = torch.device("cpu")
 
@@ -23,7 +20,7 @@ def test_what_is_timed(shards, tmp_path, monkeypatch):
     """Passes, updates and step lines; not the warm-up, validation, checkpoints and the sample. Each
     takes another number of seconds by a clock that stands still otherwise."""
     now = [0.0]
-    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: now[0], strftime=str))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     manager = train_gpt.TrainingManager
     takes = {
         (train_gpt.GPT, "forward"): 1,  # twice a step
@@ -49,15 +46,6 @@ def test_what_is_timed(shards, tmp_path, monkeypatch):
     assert re.search(r"step:8/8 val_loss:\S+ train_time:64000ms step_avg:8000.00ms\n", text)
 
 
-def test_seeds_of_all_three_libraries():
-    draws = []
-    for seed in ((1, 2), (1, 2), (1, 3)):
-        seed_random(*seed)
-        draws.append((torch.rand(1).item(), random.random(), np.random.rand()))
-    assert draws[0] == draws[1]
-    assert not {*draws[0]} & {*draws[2]}
-
-
 COMPILES = """
 import math, sys
 from pathlib import Path
@@ -66,16 +54,6 @@ import torch
 from torch import library
 from torch._dynamo.utils import counters
 from runtime.run import cache_graphs
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
 
 
 @library.custom_op("test::triple", mutates_args=())
@@ -87,9 +65,9 @@ triple.register_fake(torch.empty_like)
 triple.register_autograd(lambda ctx, grad: {factor} * grad)
 cache_graphs({{"script.py": Path(__file__).read_text()}})
 x = torch.ones(4, requires_grad=True)
-torch.compile(lambda x: triple(Double.apply(x)).sin().sum())(x).backward()
+torch.compile(lambda x: triple(x).sin().sum())(x).backward()
 counts = counters["aot_autograd"]
-print(round(x.grad[0].item() / math.cos(6)), counts["autograd_cache_hit"])
+print(round(x.grad[0].item() / math.cos(3)), counts["autograd_cache_hit"])
 """
 
 
@@ -103,4 +81,4 @@ def test_a_graph_comes_from_the_cache_unless_an_operator_has_changed(tmp_path, m
         script.write_text(COMPILES.format(root=str(ROOT), factor=factor))
         done = subprocess.run([sys.executable, script], capture_output=True, text=True)
         results.append(done.stdout.strip() or done.stderr)
-    assert results == ["6 0", "6 1", "14 0"]
+    assert results == ["3 0", "3 1", "7 0"]

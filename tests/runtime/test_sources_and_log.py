@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from common import ROOT, train_gpt
+from common import train_gpt
 from runtime.log import Log, log_header, machine_facts, settings_text
-from runtime.sources import RULE, Sources, as_text, changes, printable
+from runtime.sources import RULE, changes, printable
 
 
 def test_printable_leaves_no_control_character():
@@ -21,42 +21,8 @@ def test_printable_leaves_no_control_character():
     assert printable("ß→\U0001f600\n\t") == "ß→\U0001f600\n\t"
 
 
-@pytest.fixture
-def idea(tmp_path, monkeypatch):
-    """A script with a module beside it and one in a folder below, which can be imported."""
-    (tmp_path / "parts").mkdir()
-    for name in ("idea.py", "mine_a.py", "unused.py", "parts/mine_b.py"):
-        (tmp_path / name).write_text(f"# {name}\n")
-    (tmp_path / ".#idea.py").symlink_to("me@host.1234")  # Emacs' lock of an edited file
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path / "idea.py"
-    for name in ("mine_a", "parts", "parts.mine_b"):
-        sys.modules.pop(name, None)
-
-
-def test_sources_are_those_of_the_start_and_those_that_are_imported(idea):
-    sources = Sources(idea)
-    import mine_a
-
-    assert mine_a
-    (idea.parent / "mine_a.py").write_text("# edited\n")
-    idea.write_text("# edited\n")
-    first = sources.imported()
-    assert next(iter(first)) == "idea.py" and first["idea.py"] == "# idea.py\n"
-    assert first["mine_a.py"] == "# mine_a.py\n"
-    assert first["runtime/log.py"] == (ROOT / "runtime/log.py").read_text()
-    assert not {"unused.py", "parts/mine_b.py"} & first.keys()
-    assert not any("site-packages" in name or name.startswith("tests/") for name in first)
-    import parts.mine_b
-
-    assert parts.mine_b
-    late = "parts/mine_b.py"
-    assert sources.imported() == first | {late: f"# {late}\n"}
-
-
-def test_sources_as_text_and_their_changes():
+def test_changes_of_sources():
     before = {"train.py": "x = 1\n", "a.py": "y = 2\nz = 3"}
-    assert as_text(before) == f"x = 1\n\n{'-' * 40}\n# a.py\n{'-' * 40}\ny = 2\nz = 3"
     assert changes(before, before) == []
     diff = changes(before, {"train.py": "x = 1\n", "a.py": "y = 2\nz = 4", "b.py": "new"})
     assert {"-z = 3", "+z = 4", "+new"} <= {*diff} and "-x = 1" not in diff

@@ -9,6 +9,7 @@ project.
 import json
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -82,28 +83,35 @@ def orthogonalise_figures(script: ModuleType) -> dict:
 
 def optimizer_figures(script: ModuleType) -> dict:
     """Every parameter after each of the first steps, in the training dtypes."""
-    model = script.GPT(256, 11, 4, 16, 64, 1024)
+    h = script.Hyperparameters(num_scheduled_iterations=12, num_extension_iterations=2)
+    plan = range(STEPS)
+    if hasattr(script, "make_plan"):  # later than record 61
+        sizes = dict(vocab_size=256, num_heads=4, head_dim=16, model_dim=64, bigram_rows=15 * 256)
+        h = replace(h, **sizes)
+        plan = script.make_plan(h)[:STEPS]
+        model = script.GPT(h, fp8=False)
+    else:
+        model = script.GPT(256, 11, 4, 16, 64, 1024)
     params = dict(model.named_parameters())
     with torch.no_grad():
         for label, param in params.items():
             param.copy_(normal("p_" + label, tuple(param.shape), 0.1))
         model.embed.copy_(model.lm_head.T)
-    h = script.Hyperparameters(num_scheduled_iterations=12, num_extension_iterations=2)
     manager = script.TrainingManager(model, h)
     norms, probes = [], []
-    for step in range(STEPS):
-        manager.advance_schedule(step)
+    for step, now in enumerate(plan):
+        manager.advance_schedule(now)
         for label, param in params.items():
             g = normal(f"g_{label}_{step}", tuple(param.shape))
             if param.ndim >= 2:
                 g = g * torch.exp(normal("r_" + label, (*param.shape[:-1], 1)))
             g = g.to(param.dtype)
             param.grad = g if param.grad is None else param.grad + g
-        manager.step_optimizers(step)
+        manager.step_optimizers(now)
         norms.append({label: norm64(param) for label, param in params.items()})
         probes.append({label: probe(label, param) for label, param in params.items()})
     said = [script.step_schedule(step, h) for step in range(STEPS)]
-    lr = "lr_schedule" if hasattr(said[0], "lr_schedule") else "lr_mul"  # as record 61 has it
+    lr = "lr_factor" if hasattr(said[0], "lr_factor") else "lr_mul"  # as record 61 has it
     return dict(
         norm_after_step=norms,
         probe_after_step=probes,
