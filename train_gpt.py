@@ -157,8 +157,7 @@ PRESETS = {"record": {}, "short": SHORT, "demo": DEMO}
 
 
 class UpdateArgs(NamedTuple):
-    """What a step passes to every update. A parameter's rate is the rule's lr · lr_factor · the row's
-    lr_mul."""
+    """What a step passes to every update. A parameter's rate is its row's lr · lr_scale · lr_factor."""
 
     lr_factor: float  # the schedule's
     momentum: float  # NorMuon's
@@ -172,9 +171,9 @@ class ParamConfig:
     comms: str  # "sharded": reduce-scatter, update own shard, all-gather; "replicated": all-reduce
     _: KW_ONLY
     every: int = 1  # steps between updates; gradients of the steps in between are summed
-    lr: float
+    lr: float  # the rate, which option and schedule multiply
+    lr_scale: float = 1.0  # the option's
     weight_decay: float = 0.0
-    lr_mul: float = 1.0
     wd_mul: float = 1.0
     tied_to: str = ""  # weight tying until the split: the transpose of that parameter
     grad_dtype: torch.dtype | None = None  # in which gradients accumulate; None: the parameter's
@@ -221,10 +220,8 @@ def scalar(x: float | Tensor) -> Tensor:
 class Adam(ParamConfig):
     """For embeddings, the LM head, gates and scalars."""
 
-    lr: float = 0.008
+    lr: float | tuple[float, ...]  # a tuple: by column, its last entry for all columns that follow
     weight_decay: float = 0.005
-    # A tuple: by column; its last entry goes for all columns that follow.
-    lr_mul: float | tuple[float, ...] = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-10
 
@@ -233,23 +230,22 @@ class Adam(ParamConfig):
         return {"step": 0, **moments}
 
     def constants(self, rows: Tensor, first: int) -> dict[str, Tensor]:
-        """column_lr_mul (cols,), if lr_mul goes by column."""
-        if not isinstance(self.lr_mul, tuple):
+        """column_lr (cols,), if lr goes by column."""
+        if not isinstance(self.lr, tuple):
             return {}
-        muls = self.lr_mul + self.lr_mul[-1:] * (rows.size(-1) - len(self.lr_mul))
+        rates = self.lr + self.lr[-1:] * (rows.size(-1) - len(self.lr))
         dtype = at_least_fp32(rows.dtype)
-        return {"column_lr_mul": torch.tensor(muls, dtype=dtype, device=rows.device)}
+        return {"column_lr": torch.tensor(rates, dtype=dtype, device=rows.device)}
 
     def update(
-        self, rows: Tensor, grad: Tensor, state: dict, args: UpdateArgs, column_lr_mul: Any = None
+        self, rows: Tensor, grad: Tensor, state: dict, args: UpdateArgs, column_lr: Any = None
     ) -> None:
         state["step"] += 1
         t = state["step"]
         beta1, beta2 = self.betas
-        lr_mul = self.lr_mul if column_lr_mul is None else column_lr_mul
-        lr = self.lr * args.lr_factor * lr_mul
+        lr = (self.lr if column_lr is None else column_lr) * self.lr_scale * args.lr_factor
         step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        # The decay is quadratic in the rate, multipliers included, as in the public recipe.
+        # The decay is quadratic in the rate, as in the public recipe.
         squared_lr_decay = lr * lr * self.weight_decay * self.wd_mul
         settings = dict(betas=self.betas, eps=self.eps, grad_scale=scalar(args.grad_scale))
         settings |= dict(step_size=scalar(step_size), squared_lr_decay=scalar(squared_lr_decay))
@@ -263,10 +259,9 @@ class NorMuon(ParamConfig):
     orthogonalization needs them whole. Not for embeddings, the LM head or vectors."""
 
     comms: str = "sharded"
-    lr: float = 0.023
     weight_decay: float = 1.2
     beta2: float = 0.90
-    lr_mul: tuple[float, ...] = (1.0,)  # repeats over the bank's matrices
+    lr_mul: tuple[float, ...] = (1.0,)  # of single matrices: repeats over the bank
     # This many heads' rows of a matrix are orthogonalized together, 0: all. Repeats like lr_mul.
     heads_per_group: tuple[int, ...] = (0,)
     head_dim: int = 0  # rows of a head: param_table fills it in
@@ -315,8 +310,9 @@ class NorMuon(ParamConfig):
     ) -> None:
         banks = (rows, state.get("mantissa"), grad, state["momentum_buffer"])
         banks += (state["second_moment"], constants["matrix_lr_mul"])
-        settings = dict(beta2=self.beta2, momentum=scalar(args.momentum))
-        settings |= dict(lr=scalar(self.lr * args.lr_factor), grad_scale=scalar(args.grad_scale))
+        lr = self.lr * self.lr_scale * args.lr_factor
+        settings = dict(lr=scalar(lr), beta2=self.beta2, momentum=scalar(args.momentum))
+        settings |= dict(grad_scale=scalar(args.grad_scale))
         settings |= dict(weight_decay=scalar(self.weight_decay * self.wd_mul))
         if "grouped" in constants:
             kinds = {kind: constants[kind] for kind in ("whole", "grouped")}
@@ -331,23 +327,23 @@ class NorMuon(ParamConfig):
 PARAM_TABLE: dict[str, ParamConfig] = {
     # Banks. attn is padded in front, mlp at the back: no rank holds padding of both.
     # q, k, v, o; q and k by pairs of neighbouring heads
-    "attn":           NorMuon(every=1, heads_per_group=(2, 2, 0, 0), matrices_per_slice=4, pad_front=True),
-    "mlp":            NorMuon(every=1, lr_mul=(1.0, 2.0)),  # W_fc, W_proj
+    "attn":           NorMuon(lr=0.023, heads_per_group=(2, 2, 0, 0), matrices_per_slice=4, pad_front=True),
+    "mlp":            NorMuon(lr=0.023, lr_mul=(1.0, 2.0)),  # W_fc, W_proj
     # Scalars, embeddings, gates.
-    "scalars":        Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=5.00, wd_mul=0.0),
-    "value_embeds":   Adam("sharded",    every=2, betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
-    "bigram_embed":   Adam("sharded",    every=2, betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
-    "smear_gate":     Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.01, wd_mul=0.0),
-    "skip_gate":      Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.05, wd_mul=0.0),
-    "attn_gate_bank": Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
-    "ve_gate_bank":   Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=1.00, wd_mul=1.0),
-    "layer_lambdas":  Adam("replicated", every=2, betas=(0.90, 0.95), lr_mul=(5.0, 5.0, 1.0), wd_mul=0.0),
-    "mudd_W1":        Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.25, wd_mul=1.0),
-    "mudd_W2":        Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.25, wd_mul=1.0),
-    "mudd_b":         Adam("replicated", every=2, betas=(0.90, 0.99), lr_mul=0.25, wd_mul=1.0),
+    "scalars":        Adam("replicated", every=2, betas=(0.90, 0.99), lr=0.04,    wd_mul=0.0),
+    "value_embeds":   Adam("sharded",    every=2, betas=(0.75, 0.95), lr=0.6,     wd_mul=5.0),
+    "bigram_embed":   Adam("sharded",    every=2, betas=(0.75, 0.95), lr=0.6,     wd_mul=5.0),
+    "smear_gate":     Adam("replicated", every=2, betas=(0.90, 0.99), lr=0.00008, wd_mul=0.0),
+    "skip_gate":      Adam("replicated", every=2, betas=(0.90, 0.99), lr=0.0004,  wd_mul=0.0),
+    "attn_gate_bank": Adam("replicated", every=2, betas=(0.90, 0.99), lr=0.008,   wd_mul=1.0),
+    "ve_gate_bank":   Adam("replicated", every=2, betas=(0.90, 0.99), lr=0.008,   wd_mul=1.0),
+    "layer_lambdas":  Adam("replicated", every=2, betas=(0.90, 0.95), lr=(0.04, 0.04, 0.008), wd_mul=0.0),
+    "mudd_W1":        Adam("replicated", every=2, betas=(0.90, 0.99), lr=0.002,   wd_mul=1.0),
+    "mudd_W2":        Adam("replicated", every=2, betas=(0.90, 0.99), lr=0.002,   wd_mul=1.0),
+    "mudd_b":         Adam("replicated", every=2, betas=(0.90, 0.99), lr=0.002,   wd_mul=1.0),
     # LM head and embedding, which are tied for two thirds of the run.
-    "lm_head":        Adam("sharded",    every=2, betas=(0.50, 0.95), lr_mul=1.00, wd_mul=150.0),
-    "embed":          Adam("sharded",    every=2, betas=(0.50, 0.95), lr_mul=1.00, wd_mul=150.0,
+    "lm_head":        Adam("sharded",    every=2, betas=(0.50, 0.95), lr=0.008,   wd_mul=150.0),
+    "embed":          Adam("sharded",    every=2, betas=(0.50, 0.95), lr=0.008,   wd_mul=150.0,
                            tied_to="lm_head"),
 }
 
@@ -1431,9 +1427,9 @@ def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
     table = {}
     for label, row in PARAM_TABLE.items():
         if isinstance(row, Adam):
-            row = replace(row, lr=row.lr * h.adam_lr_scale)
+            row = replace(row, lr_scale=h.adam_lr_scale)
         if isinstance(row, NorMuon):
-            row = replace(row, lr=row.lr * h.muon_lr_scale, head_dim=h.head_dim)
+            row = replace(row, lr_scale=h.muon_lr_scale, head_dim=h.head_dim)
         if h.comms == "replicated":
             row = replace(row, comms="replicated")
         if h.grad_dtype != "param":

@@ -145,7 +145,7 @@ def adam_reference(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(p, m, v) after step t, by the formula, fp64; lr: the schedule's multiplier."""
     beta1, beta2 = row.betas
-    lr = row.lr * lr * by_column(row.lr_mul, p.shape[-1])
+    lr = lr * by_column(row.lr, p.shape[-1])
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
     u = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * m / (np.sqrt(v) + row.eps)
@@ -153,10 +153,10 @@ def adam_reference(
     return p - u, m, v
 
 
-def by_column(lr_mul: float | tuple[float, ...], columns: int) -> np.ndarray:
+def by_column(lr: float | tuple[float, ...], columns: int) -> np.ndarray:
     """Each column's multiplier: the last one of a tuple goes for all that follow."""
-    muls = lr_mul if isinstance(lr_mul, tuple) else (lr_mul,)
-    return np.array([muls[min(j, len(muls) - 1)] for j in range(columns)])
+    rates = lr if isinstance(lr, tuple) else (lr,)
+    return np.array([rates[min(j, len(rates) - 1)] for j in range(columns)])
 
 
 @pytest.mark.parametrize("label", [x for x, row in PARAM_TABLE.items() if isinstance(row, Adam)])
@@ -235,7 +235,7 @@ def test_normuon_follows_its_formula(label: str) -> None:
     """Four steps in fp64: each matrix's multiplier, √(rows/cols) of tall ones, wide ones by column.
     Second moments are kept: of whole matrices, and of groups of heads."""
     shape, matrices = BANKS[label]
-    row = train_gpt.param_table(h(head_dim=4)).get(label, NorMuon())
+    row = train_gpt.param_table(h(head_dim=4)).get(label, NorMuon(lr=0.023))
     p, optimizer = alone(label, normal("p" + label, shape).double(), row)
     optimizer.grad_divisor = 8
     expected = parts_of(label, p.detach().numpy().copy())

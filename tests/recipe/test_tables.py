@@ -173,7 +173,7 @@ def test_scalar_is_a_row_and_its_use(tmp_path: Path) -> None:
     moved = manager.model.scalars[0] - before[0]
     # Adam's first step is ± its rate, wherever the gradient is far above ε.
     row = script.PARAM_TABLE["scalars"]
-    rate = row.lr * row.lr_mul * plan_of(manager)[1].lr_factor
+    rate = row.lr * plan_of(manager)[1].lr_factor
     assert gradient and moved.item() == pytest.approx(-rate * gradient.sign().item(), rel=1e-6)
     assert_comes_back(lambda: manager_of(script), manager, 2)
 
