@@ -41,7 +41,7 @@ from data.loader import (
 )
 from runtime import checks
 from runtime.checkpoints import Checkpoint, find_resumed
-from runtime.cpu import CPU_FP32, all_gather, polar_express_in_fp32, reduce_scatter, use_cpu
+from runtime.cpu import CPU_FP32, all_gather, reduce_scatter, use_cpu
 from runtime.options import parse_options, setting
 from runtime.ranks import Ranks, RunError, Signals, join_ranks, run_main
 from runtime.run import Run, seed_random
@@ -927,15 +927,15 @@ POLAR_EXPRESS_COEFFICIENTS = (
 
 
 @has_kernel
-def polar_express(G: Tensor) -> Tensor:
+def polar_express(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The nearly orthogonal factor of each matrix of G: singular values above 0.2 % of the Frobenius
     norm end between 0.85 and 1.15.
 
-    G (n, rows, cols), any float dtype; result (n, rows, cols) in bf16, in fp64 if G is, in fp32 in a
-    run on a CPU without bf16 units. Tall matrices are multiplied on the right: their smaller Gram
+    G (n, rows, cols), any float dtype; result (n, rows, cols) in dtype, in fp64 if G is. A run on a CPU
+    without bf16 units has fp32. Tall matrices are multiplied on the right: their smaller Gram
     matrix is XᵀX, and nothing is transposed.
     """
-    X = G.to(G.dtype if G.dtype == torch.float64 else torch.bfloat16)
+    X = G.to(G.dtype if G.dtype == torch.float64 else dtype)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # 2 % of room for bf16 rounding
     tall = X.size(-2) > X.size(-1)
     for a, b, c in POLAR_EXPRESS_COEFFICIENTS:
@@ -944,8 +944,7 @@ def polar_express(G: Tensor) -> Tensor:
     return X
 
 
-in_fp32 = functools.partial(polar_express_in_fp32, coefficients=POLAR_EXPRESS_COEFFICIENTS)
-polar_express.kernel(CPU_FP32)(in_fp32)
+polar_express.kernel(CPU_FP32)(functools.partial(polar_express.__wrapped__, dtype=torch.float32))
 
 
 def normuon_scale(u: Tensor, second_moment: Tensor, beta2: float) -> Tensor:

@@ -73,35 +73,6 @@ def use_cpu(compiled: bool = False) -> str:
     return f"matmuls: {narrow}, fp32 by {library}, on {capability}"
 
 
-def polar_express_in_fp32(
-    G: Tensor, coefficients: tuple[tuple[float, float, float], ...]
-) -> Tensor:
-    """Polar Express of G (n, rows, cols) by quintics (a, b, c), in G's dtype or at least fp32.
-
-    A CPU without bf16 units would only lose bits by bf16. A step turns X into X·P, where
-    P = aI + bA + cA² and A = XᵀX, and so A into P·A·P. For a tall X the steps work on the small A and on
-    the product of all P, and X is multiplied twice in all: for cols = rows/4 that takes 0.6 of the
-    operations. Rounding A moves singular values below 3e-4 of the largest; bf16 moves those below 1e-2.
-    """
-    X = G.to(torch.promote_types(G.dtype, torch.float32))
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
-    if X.size(-2) <= X.size(-1):
-        for a, b, c in coefficients:
-            A = X @ X.mT
-            X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-        return X
-    A = X.mT @ X
-    P = None
-    product = None
-    for a, b, c in coefficients:
-        if P is not None:
-            A = P @ (A @ P)  # all are polynomials in one matrix, so they commute
-        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        P.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = P if product is None else product @ P
-    return X @ product
-
-
 # -----------------------------------------------------------------------------
 # Collectives of shards
 

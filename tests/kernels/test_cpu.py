@@ -139,8 +139,8 @@ def test_polar_express_multiplies_in_bf16(shape) -> None:
 def test_polar_express_without_bf16_is_that_of_fp64(shape: tuple[int, ...], least: float) -> None:
     """Singular values from 1 to least, a hundred times nearer to fp64's than by bf16.
 
-    A tall matrix is worked on through its squares: a value below √U32 is lost in the rounding of the
-    largest, where bf16 loses all below U16. The quintics enlarge small values up to 1,000 times.
+    bf16 loses all values below U16 in the rounding of the largest. The quintics enlarge small values up
+    to 1,000 times.
     """
     U, _, Vh = torch.linalg.svd(normal("G", shape).double(), full_matrices=False)
     G = (U * torch.logspace(0, math.log10(least), 16, dtype=torch.float64)) @ Vh
