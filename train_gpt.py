@@ -1566,9 +1566,7 @@ def warm_up(manager: TrainingManager, plan: list[StepSchedule], ranks: Ranks) ->
     for step in (0, 1, split, split + 1, split + 2):
         for param in model.parameters():  # an update compiles for shapes, whatever the gradient
             param.grad = torch.ones_like(param)
-        manager.optimizer.step(step)
-        if step == split:
-            manager.optimizer.split_tied()
+        manager.step_optimizers(plan[0]._replace(step=step, splits=step == split))
 
 
 @torch.no_grad()
