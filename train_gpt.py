@@ -774,6 +774,8 @@ class GPT(nn.Module):
         n = len(LAMBDAS)
         xsa = torch.tanh(alpha).to(self.attn.dtype)
         W_qkv_and_o = self.attn.view(-1, dim).split((3 * dim, dim) * ATTENTION_LAYERS)
+        head_gate = self.attn_gate_bank.unbind()
+        ve_gate = self.ve_gate_bank.unbind()
         W_fc_and_proj = self.mlp.view(-1, 4 * dim, dim).unbind()
         W8 = [None] * len(LAYERS)
         if self.fp8_mlp and self.training:
@@ -785,8 +787,8 @@ class GPT(nn.Module):
             W_o=by_layer("window", W_qkv_and_o[1::2]),
             qkv_scale=scalars["sa_lambda"][::2],
             o_scale=scalars["sa_lambda"][1::2],
-            head_gate=by_layer("window", self.attn_gate_bank.unbind()),
-            ve_gate=by_layer("value_gate", self.ve_gate_bank.unbind()),
+            head_gate=by_layer("window", head_gate),
+            ve_gate=by_layer("value_gate", ve_gate),
             xsa=[xsa] * len(LAYERS),
             W_fc=W_fc_and_proj[::2],
             W_proj=W_fc_and_proj[1::2],
