@@ -161,7 +161,7 @@ class UpdateArgs(NamedTuple):
 
     lr_factor: float  # the schedule's
     momentum: float  # NorMuon's
-    grad_scale: float  # 1 / micro-batches; not by tokens, as both rules ignore the scale
+    grad_scale: float  # 1 / micro-batches; tokens stay summed, as both rules ignore the scale
 
 
 @dataclass(frozen=True)
@@ -570,7 +570,7 @@ class LayerViews(NamedTuple):
     o_scale: Tensor  # multiplies W_o, 0-dim
     head_gate: Tensor | None  # (H, GATE_DIM)
     ve_gate: Tensor | None  # (H, GATE_DIM)
-    xsa: Tensor  # (11, H), all layers', whose attention takes its row: see attention
+    xsa: Tensor  # (11, H), all layers': attention takes the layer's row
     W_fc: Tensor  # (4·dim, dim)
     W_proj: Tensor  # (4·dim, dim)
     W8: tuple[Tensor, Tensor] | None  # W_fc in FP8, and its scale
