@@ -113,7 +113,7 @@ def load_checkpoint(trainer: ModuleType, resume: str, log_dir: Path) -> tuple[An
         raise checkpoints.CheckpointError(f"{path}: of another recipe: {error}") from error
     manager = trainer.build(h, ranks)
     checkpoints.check_parameters(path, saved, manager)
-    if trainer.SOURCES.script.read_text() != next(iter(saved["sources"].values())):
+    if trainer.SOURCES.script.read_text("utf-8") != next(iter(saved["sources"].values())):
         print(f"{path} was trained by another version of the script", file=sys.stderr)
     checkpoints.load_whole_state(manager, saved["state"], ranks)
     return manager, trainer.make_plan(h)[saved["step"]]

@@ -127,7 +127,7 @@ class Hyperparameters:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings or the tables cannot run."""
-        checks.check_layers(LAYERS, {*MUDD_SOURCES, *MUDD[1]} - {"c0", "value_embed"})
+        checks.check_layers(LAYERS, MUDD_SOURCES, MUDD[1])
         checks.check_stages(STAGES, EXTENSION, FINAL_VALIDATION, SPLIT_EMBED_AT)
         checks.check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
 
@@ -1229,6 +1229,7 @@ class NorMuonAndAdam(ShardedParameters):
         for label, shard in self.shards.items():
             row = param_table[label]
             self.state[label] = row.initial_state(shard)
+            checks.check_state(label, self.state[label], len(shard))
             self.constants[label] = row.constants(shard, self.own_rows[label].start)
 
     @torch.no_grad()
@@ -1618,9 +1619,10 @@ def prepare(run: Run) -> TrainingManager:
     # average of the run. What it compiles, the second manager uses.
     manager = ranks.on_all_ranks(build, h, ranks, data.longest, prefixes)
     run.open(manager, data.shards, [arithmetic])
-    run.announce(manager, PRESETS)
-    with run.timed_warm_up():
+    run.announce(manager)
+    with run.timed_warm_up(globals()):
         warm_up(manager, plan[run.first_step :], ranks)
+        run.check_saved(manager)  # again: an average may be made in its first step
         del manager
     manager = build(h, ranks, data.longest, prefixes)
     run.restore(manager)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
 from data.encodings import save_prefixes
-from data.shards import DataError, shard_name, verify_shard
+from data.shards import UNFINISHED, DataError, shard_name, verify_shard
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
@@ -70,7 +70,7 @@ def main() -> None:
         parser.error(f"N must be 0 to {TRAIN_SHARDS}, not {args.N}")
 
     names = [shard_name("fineweb", "train" if i else "val", i) for i in range(args.N + 1)]
-    parts = args.output / ".fetching"
+    parts = args.output / UNFINISHED
     tokens = 0
     try:
         args.output.mkdir(parents=True, exist_ok=True)

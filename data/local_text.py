@@ -122,7 +122,7 @@ def split(documents: list[bytes]) -> dict[str, list[bytes]]:
 
 def recipe_of(args: argparse.Namespace, files: list[Path]) -> str:
     """A hash of what decides about the shards: program, options, names, sizes and times of files."""
-    parts = [Path(__file__).read_text(), vars(args)]
+    parts = [Path(__file__).read_bytes(), vars(args)]
     for path in files:
         status = path.stat()
         parts += [path, status.st_size, status.st_mtime_ns]

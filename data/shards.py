@@ -26,6 +26,7 @@ MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
 MAX_TOKEN = 2**16 - 1
 TRAIN, VALIDATION = "*_train_*.bin", "*_val_*.bin"  # names that a run takes for shards
 TEMPORARY = ".bankrun.tmp"  # suffix of a file that is being written
+UNFINISHED = ".fetching"  # folder beside shards of which some are still to come
 
 
 class DataError(ValueError):

@@ -271,7 +271,7 @@ def differences(was: dict, now: dict, kind: str = "") -> list[str]:
 
 
 def _name(path: tuple) -> str:
-    return keystr(path).replace("']['", ".").strip("[]'")
+    return ".".join(keystr((key,))[1:-1].strip("'\"") for key in path)
 
 
 def raise_if_any(path: Path, faults: Iterable[str]) -> None:

@@ -4,14 +4,16 @@ import math
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from data.encodings import check_encoding
+from data.shards import TRAIN, UNFINISHED, VALIDATION
 from runtime.options import ROOT, check_values, is_plain_name
 from runtime.ranks import RunError
 
@@ -83,9 +85,10 @@ def check_model_sizes(num_heads: int, head_dim: int, model_dim: int) -> None:
 # Tables
 
 
-def check_layers(layers: Iterable[Any], read: Iterable[str]) -> None:
-    """Raise ValueError, naming the layer, if LAYERS is inconsistent. read: what MUDD reads of it."""
-    kept: list[str] = []
+def check_layers(layers: Iterable[Any], mixed: Iterable[str], read: Iterable[str]) -> None:
+    """Raise ValueError, naming the layer, if LAYERS is inconsistent. mixed: the kept outputs that a
+    layer with mudd reads; read: those that are read after the last layer."""
+    kept = ["c0", "value_embed"]  # always there
     has_attention = False  # the layer before has it
     needs_attention = ("value_gate", "paired", "key_offset", "same_input", "mudd")
     for i, layer in enumerate(layers):
@@ -100,6 +103,9 @@ def check_layers(layers: Iterable[Any], read: Iterable[str]) -> None:
             fault = "same_input, but the layer before has no attention"
         elif layer.mudd and layer.value_gate:
             fault = "mudd has value gates of its own: no value_gate"
+        elif layer.mudd and set(mixed) - set(kept):
+            missing = ", ".join(sorted(set(mixed) - set(kept)))
+            fault = f"mudd reads {missing}, which no earlier layer keeps"
         elif layer.add and layer.add not in kept:
             fault = f"no earlier layer keeps {layer.add!r}"
         elif layer.keep and layer.keep in kept:
@@ -174,16 +180,49 @@ def _twice(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
 
 
-def check_no_other_optimizer(manager: Any) -> None:
-    """Raise ValueError if the manager holds an optimizer whose state no checkpoint would have."""
+def check_state(label: str, state: dict[str, Any], rows: int) -> None:
+    """Raise ValueError for a rule's initial_state that no other number of ranks could load."""
+    for name, x in state.items():
+        if isinstance(x, Tensor) and (not x.dim() or len(x) != rows):
+            raise ValueError(
+                f"PARAM_TABLE, {label}: the state {name!r} has shape {tuple(x.shape)}, but needs a row "
+                f"for each of the rank's {rows} rows; what all rows share can be a number"
+            )
+
+
+def check_saved(manager: Any) -> None:
+    """Raise ValueError, naming it, for state of the manager that no checkpoint would have: an
+    optimizer, or tensors that are neither the model's nor the optimizer's nor in extra_state."""
+    in_place = {storage(x) for x in tensors_of([manager.model, manager.optimizer])}
+    saved = [*tensors_of(manager.extra_state())]
     for name, value in vars(manager).items():
-        for held in tree_leaves(value):
-            if isinstance(held, torch.optim.Optimizer):
-                raise ValueError(
-                    f"TrainingManager.{name} is a torch.optim.{type(held).__name__}, whose state is "
-                    f"not in checkpoints: use --save_every=0 --save_minutes=0, or make it a row of "
-                    f"PARAM_TABLE"
-                )
+        for x in tensors_of(value):
+            if isinstance(x, torch.optim.Optimizer):
+                fault = f"is a torch.optim.{type(x).__name__}, whose state is not in checkpoints: "
+                fault += "make it a row of PARAM_TABLE"
+            elif storage(x) in in_place or any(torch.equal(x.to(y), y) for y in saved):
+                continue
+            else:
+                fault = f"holds a tensor {tuple(x.shape)} that is not in checkpoints: add it to "
+                fault += "extra_state and load_extra_state"
+            raise ValueError(
+                f"{type(manager).__name__}.{name} {fault}, or use --save_every=0 --save_minutes=0"
+            )
+
+
+def storage(x: Any) -> int:
+    return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
+
+
+def tensors_of(x: Any, deeper: bool = True) -> Iterator[Any]:
+    """The tensors and optimizers in containers, in modules, and in the attributes of other objects."""
+    for leaf in tree_leaves(x):
+        if isinstance(leaf, (Tensor, torch.optim.Optimizer)):
+            yield leaf
+        elif isinstance(leaf, torch.nn.Module):
+            yield from (*leaf.parameters(), *leaf.buffers())
+        elif deeper and hasattr(leaf, "__dict__"):
+            yield from tensors_of(dict(vars(leaf)), deeper=False)
 
 
 # -----------------------------------------------------------------------------
@@ -191,12 +230,16 @@ def check_no_other_optimizer(manager: Any) -> None:
 
 
 def make_default_data(folder: str) -> None:
-    """Make or fetch a preset's data, if its folder has no shards. Raises RunError."""
+    """Make or fetch a preset's data, unless its folder has all shards. Raises RunError."""
     path = Path(folder).resolve()
-    if path not in DATA_TOOLS or any(path.glob("*_train_*.bin")):
+    whole = any(path.glob(TRAIN)) and any(path.glob(VALIDATION))
+    if path not in DATA_TOOLS or (whole and not (path / UNFINISHED).exists()):
         return
     tool = DATA_TOOLS[path]
     print(f"data: {tool}", flush=True)
     done = subprocess.run([sys.executable, str(ROOT / tool)])
     if done.returncode:
-        raise RunError(f"{tool} failed: without shards in {folder} nothing can be trained")
+        raise RunError(
+            f"{tool} failed: without shards in {folder} nothing can be trained; where the project is "
+            f"read-only, make them by {tool} --output, and give --data and --log_dir"
+        )

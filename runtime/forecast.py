@@ -1,7 +1,8 @@
-"""What a run will take, said before it is known: GPU memory by its sizes, minutes by its first steps."""
+"""The GPU memory that a run will take, estimated by its sizes before it starts."""
 
 import dataclasses
 import itertools
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -13,28 +14,6 @@ TRAINING_BYTES = 418
 VALIDATION_BYTES = 2
 UNUSABLE = 0.1  # share of memory that the allocator cannot give, as its blocks have other sizes
 GIB = 2**30
-
-
-def plan(preset: str, batches: list[int], count: int, places: str) -> str:
-    """What will happen. batches: tokens of each step; count, places: "1", "GPU"."""
-    return (
-        f"preset {preset}: {len(batches):,} steps, {sum(batches):,} tokens on {count} {places}"
-        f"{'s'[: count > 1]}; the stream of tokens is the same on any number of {places}s, and so is "
-        f"the loss, but for rounding"
-    )
-
-
-def minutes(batches: list[int], rate: float) -> str:
-    """How long the rest will take. batches: tokens of each step to come; rate: tokens a second."""
-    parts = []
-    for tokens, steps in itertools.groupby(batches):
-        count = len(list(steps))
-        parts.append(f"{count * tokens / rate / 60:.1f} for {count:,} steps of {tokens:,} tokens")
-    stages = f": {', '.join(parts)}; later stages by tokens, as their steps are not timed yet"
-    return (
-        f"about {sum(batches) / rate / 60:.1f} minutes of training left"
-        f"{stages if len(parts) > 1 else ''} (validation, checkpoints and compiling not counted)"
-    )
 
 
 def memory(h: Any, state: int, batch: int) -> int:
@@ -63,21 +42,13 @@ def advice(h: Any, manager: Any, batch: int, world_size: int, free: int) -> str:
         return ""
     need = f"about {memory(h, state, batch) / GIB:.1f} GiB needed, {free / GIB:.1f} GiB free"
     proposal = "no --micro_batches needs so little"
-    count = 2 * h.micro_batches
-    while fewer := _with_micro_batches(h, count, world_size):
-        if memory(fewer, state, batch) <= usable:
-            less = f"{memory(fewer, state, batch) / GIB:.1f} GiB"
-            proposal = f"--micro_batches={count} needs about {less}, and cuts documents elsewhere"
-            break
-        count *= 2
+    with suppress(ValueError):  # of a number that cannot run
+        for i in itertools.count(1):
+            fewer = dataclasses.replace(h, micro_batches=h.micro_batches << i)
+            fewer.check(world_size)
+            size = memory(fewer, state, batch)
+            if size <= usable:
+                less = f"{size / GIB:.1f} GiB, and cuts documents elsewhere"
+                proposal = f"--micro_batches={fewer.micro_batches} needs about {less}"
+                break
     return f"GPU memory, estimated by tokens: {need}: {proposal}"
-
-
-def _with_micro_batches(h: Any, count: int, world_size: int) -> Any:
-    """These settings with another --micro_batches; None if they cannot run."""
-    fewer = dataclasses.replace(h, micro_batches=count)
-    try:
-        fewer.check(world_size)
-    except ValueError:
-        return None
-    return fewer

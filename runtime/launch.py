@@ -52,8 +52,10 @@ def number_of_ranks() -> int:
         return max([n for n in (1, 2, 4, 8) if n <= gpus], default=2)
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         sys.exit(f"error: RANKS={text}: must be a whole number from 1")
-    if gpus and int(text) > gpus:
-        sys.exit(f"error: RANKS={text}: more than the {gpus} GPUs of this machine")
+    cores = os.cpu_count() or 1
+    if int(text) > (gpus or 16 * cores):
+        most = f"the {gpus} GPUs" if gpus else f"16 for each of the {cores} cores"
+        sys.exit(f"error: RANKS={text}: more than {most} of this machine")
     return int(text)
 
 
@@ -63,6 +65,16 @@ def number_of_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def free_port() -> int:
+    """A port on the loopback. Tried here: without it, ranks would wait for minutes, deaf to signals."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), 10).close()
+            return server.getsockname()[1]
+    except OSError as error:
+        sys.exit(f"error: ranks cannot meet on 127.0.0.1: {error}; RANKS=1 needs no socket")
 
 
 def tell(message: str) -> None:
@@ -83,13 +95,14 @@ class RankProcesses:
                 signal.signal(number, self._handle)
 
     def start(self, command: list[str], count: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         common = {"PYTHONHASHSEED": "0"}  # a set of strings has one order on all ranks
-        if "lo" in {name for _, name in socket.if_nameindex()}:  # Linux
-            common |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        rendezvous = {}  # one rank opens no socket
+        if count > 1:
+            rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+            if "lo" in {name for _, name in socket.if_nameindex()}:  # Linux
+                common |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         common |= os.environ  # what the user has set stays
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        common |= rendezvous
         common |= {"WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{count}"}
         common |= {"BANKRUN_LAUNCHER_PID": f"{os.getpid()}"}
         # Ctrl-C waits until runtime/ranks.py handles it: the imports would end in a traceback each.
@@ -139,7 +152,9 @@ class RankProcesses:
             return code
         if -code == self.received:
             return 128 + self.received
-        tell(f"error: rank {codes.index(code)} was killed by {signal.Signals(-code).name}")
+        hint = ": out of memory? lower --val_batch_tokens, or raise --micro_batches"
+        hint *= -code == signal.SIGKILL
+        tell(f"error: rank {codes.index(code)} was killed by {signal.Signals(-code).name}{hint}")
         return 1
 
 

@@ -145,18 +145,3 @@ def _resumed_settings(saved: dict[str, Any], names: set[str]) -> dict[str, Any]:
     if not Path(kept.get("data", "")).is_dir():  # on another machine
         kept.pop("data", None)
     return kept
-
-
-def describe(found: Any, presets: dict[str, dict]) -> str:
-    """The preset from which these settings differ least, and where they do: "demo, --seed=1"."""
-    differ = {}
-    for name, changes in presets.items():
-        preset = type(found)(**changes)
-        differ[name] = [
-            f"--{field.name}={getattr(found, field.name)}"
-            for field in dataclasses.fields(found)
-            if field.name not in MAY_CHANGE_ON_RESUME
-            and getattr(found, field.name) != getattr(preset, field.name)
-        ]
-    nearest = min(differ, key=lambda name: len(differ[name]))
-    return ", ".join([nearest, *differ[nearest]])

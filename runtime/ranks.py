@@ -114,7 +114,7 @@ class Ranks(NamedTuple):
 def join_ranks() -> Ranks:
     """Join the process group that the environment describes: NCCL on GPUs, gloo on the CPU.
 
-    Without a launcher's environment it is one rank without a group. Raises AgreedError if a machine
+    One rank has no group, and opens no socket. Raises AgreedError if a machine
     has fewer GPUs than ranks.
     """
     rank = int(os.environ.get("RANK", 0))
@@ -133,11 +133,15 @@ def join_ranks() -> Ranks:
     elif "OMP_NUM_THREADS" not in os.environ:
         # More threads are no faster in the demo, and 20 times slower on a busy core.
         torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        options |= {"rank": rank, "world_size": world_size, "timeout": COLLECTIVE_TIMEOUT}
-        if os.environ["MASTER_ADDR"] == "127.0.0.1" and LAUNCHER in os.environ:
-            options["store"] = loopback_store(rank, world_size)
-        dist.init_process_group(**options)
+    if world_size > 1:
+        place = dict(rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+        if LAUNCHER in os.environ:
+            store = loopback_store(rank, world_size)
+        else:
+            store, *_ = next(dist.rendezvous("env://", **place))
+        # A torchrun that restarts its ranks keeps the store, with the addresses of the dead ones.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(store=store, **place, **options)
     return Ranks(rank, world_size, device)
 
 

@@ -1,5 +1,6 @@
 """A run around the recipe's loop: clock, log, checkpoints, and the end that signals or faults bring."""
 
+import copy
 import fcntl
 import gc
 import itertools
@@ -10,8 +11,10 @@ import signal
 import time
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Number
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,17 +26,17 @@ from torch import Tensor
 from data.loader import fetch_ahead
 from runtime import checkpoints, forecast
 from runtime.checkpoints import Checkpoint
-from runtime.checks import check_no_other_optimizer
+from runtime.checks import check_saved
 from runtime.clock import Clock
 from runtime.log import Log, log_header, machine_facts, peak_memory, settings_text
-from runtime.options import describe
 from runtime.ranks import SIGNALS, AgreedError, Ranks, RunError, Signals, Stopped
 from runtime.sources import RULE, Sources, below_path, changes
 
 BAD_DATA = -1  # a reason to stop, besides the numbers of signals
 SAVE = -2  # the run goes on, but saves first
 REASONS = (*SIGNALS, BAD_DATA, SAVE)
-TIMED_STEPS = range(10, 20)  # since the start: they tell how long the run will take
+CONTAINERS = (dict, list, set, deque)
+STATE = (*CONTAINERS, tuple, Tensor, Number, type(None))  # in which a script counts or gathers
 
 
 def seed_random(*numbers: int) -> None:
@@ -57,6 +60,32 @@ def cache_graphs(sources: dict[str, str]) -> None:
     if re.search(r"custom_op|register_(autograd|fake)|operator\(", script):
         others.append(script)
     compiler.cache_key_tag = f"{zlib.crc32(''.join(others).encode()):08x}"
+
+
+@contextmanager
+def unchanged(names: dict[str, Any]) -> Iterator[None]:
+    """At the end of the block the numbers, tensors and containers among a module's names are the same
+    objects as before, with the same contents."""
+    own = {x: value for x, value in names.items() if not x.startswith("__")}
+    contents: dict[int, tuple[Any, Any]] = {}  # by id: an object and a copy
+
+    def keep(x: Any) -> None:
+        if isinstance(x, Tensor):
+            contents[id(x)] = (x, x.detach().clone())
+        elif isinstance(x, (*CONTAINERS, tuple)) and id(x) not in contents:
+            contents[id(x)] = (x, copy.copy(x))
+            for item in x.values() if isinstance(x, dict) else x:
+                keep(item)
+
+    keep(own)
+    yield
+    names.update({x: value for x, value in own.items() if isinstance(value, STATE)})
+    for x, before in contents.values():
+        if isinstance(x, Tensor):
+            x.detach().copy_(before)
+        elif isinstance(x, CONTAINERS):
+            x.clear()
+            (x.update if isinstance(x, (dict, set)) else x.extend)(before)
 
 
 class LossReport:
@@ -166,30 +195,45 @@ class Run:
         )
         self.shards = shards
         self.logged = logged
-        if self.saves or s.resume:
-            ranks.on_all_ranks(check_no_other_optimizer, manager)
+        self.check_saved(manager)
         log_dir = Path(s.log_dir)
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         if self.resumed:
+            path, saved = self.resumed
+            diff = changes(saved["sources"], logged)
+            lines = f"changed source, {len(diff)} lines of difference"
+            source = lines if diff else "the same source"
+            if diff and s.resume == checkpoints.AUTO:
+                raise AgreedError(
+                    f"--resume=auto: the source has changed since {path}: give another --run_id, or "
+                    f"--resume=latest to go on with the change"
+                )
             check = checkpoints.check_fits
             ranks.on_all_ranks(check, self.resumed, s, self.plan, shards, manager)
-            run_id = self.resumed.content["run_id"]
+            run_id = saved["run_id"]
         s.run_id = ranks.gather(s.run_id or run_id)[0]
         self.folder = log_dir / s.run_id
         self.lock_path = log_dir / f"{s.run_id}.lock"
         ranks.on_all_ranks(self._check_place, manager)
 
+        lines = ""
+        header = log_header(logged, self._environment(facts))
         if self.resumed:
-            lines = self.resumed.content["log"]["lines"]
-            header = self._resumed_header(facts)
-        else:
-            lines = ""
-            header = log_header(logged, self._environment(facts))
+            lines = saved["log"]["lines"]
+            note = f"resumed at step {self.first_step} from {path.name}, with {source}"
+            before = saved["log"]["header"].removesuffix(RULE)
+            header = before + "\n".join([note, *self._environment(facts), *diff, RULE])
         log_path = log_dir / f"{s.run_id}.txt"
         self.log = ranks.on_all_ranks(Log, log_path, ranks.first, header, lines)
         self.log.show(f"log: {log_path}")
         if self.resumed:
-            self.log.show(f"resumed at step {self.first_step} from {self.resumed.path}")
+            complete = self.first_step == self.last_step
+            self.log.show(note + complete * ": all its steps are done, nothing is trained")
+
+    def check_saved(self, manager: Any) -> None:
+        """Raise AgreedError if checkpoints are asked for that would lack some of the state."""
+        if self.saves or self.settings.resume:
+            self.ranks.on_all_ranks(check_saved, manager)
 
     def _environment(self, facts: list[str]) -> list[str]:
         read = [f"{x!a} {text[-8:]}" for x, text in sorted(self.shards.items()) if "CRC-32" in text]
@@ -200,18 +244,6 @@ class Run:
             "shards: " + ", ".join(read),
             f"{script} {settings_text(self.settings)}",
         ]
-
-    def _resumed_header(self, facts: list[str]) -> str:
-        """The header of the run so far, with a note where, in what environment and with which changes
-        to the sources it goes on."""
-        path, saved = self.resumed
-        diff = changes(saved["sources"], self.logged)
-        with_source = (
-            f"changed source, {len(diff)} lines of difference" if diff else "the same source"
-        )
-        note = f"resumed at step {self.first_step} from {path.name}, with {with_source}"
-        header = saved["log"]["header"].removesuffix(RULE)
-        return header + "\n".join([note, *self._environment(facts), *diff, RULE])
 
     def _check_place(self, manager: Any) -> None:
         """On rank 0, raise ValueError or OSError if this run cannot write where it should."""
@@ -248,28 +280,33 @@ class Run:
             files = min(coming, max(1, s.keep_checkpoints + 1 - present))
             checkpoints.check_disk_space(self.folder, manager, self.ranks.world_size, files)
 
-    def announce(self, manager: Any, presets: dict[str, dict]) -> None:
+    def announce(self, manager: Any) -> None:
         """Show what the run will do, and whether it fits the GPU's memory. Nothing is compiled yet."""
-        s = self.settings
-        ranks = self.ranks
         batches = [now.batch_tokens for now in self.plan[:-1]]
-        places = "GPU" if ranks.device.type == "cuda" else "CPU rank"
-        self.log.show(forecast.plan(describe(s, presets), batches, ranks.world_size, places))
-        if ranks.device.type == "cuda":
-            free = torch.cuda.mem_get_info(ranks.device)[0]
-            free += torch.cuda.memory_reserved(ranks.device)  # by this process
-            advice = forecast.advice(s, manager, max(batches), ranks.world_size, free)
+        device = self.ranks.device
+        world_size = self.ranks.world_size
+        places = "GPU" if device.type == "cuda" else "CPU rank"
+        self.log.show(
+            f"{len(batches):,} steps, {sum(batches):,} tokens on {world_size} {places}"
+            f"{'s'[: world_size > 1]}; on any number they are the same tokens"
+        )
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            free += torch.cuda.memory_reserved(device)  # by this process
+            advice = forecast.advice(self.settings, manager, max(batches), world_size, free)
             if advice:
                 self.log.show(advice)
 
     @contextmanager
-    def timed_warm_up(self) -> Iterator[None]:
+    def timed_warm_up(self, script: dict[str, Any]) -> Iterator[None]:
+        """script: the names of its module. What its code counts or gathers there is put back."""
         compiled = self.settings.compile or self.ranks.device.type == "cuda"
         if compiled:
             cache_graphs(self.logged)
         self.log.show("warm-up: every shape of the schedule" + compiled * ", compiled: minutes")
         started = time.perf_counter()
-        yield
+        with unchanged(script):
+            yield
         gc.collect()  # a compiled model has cycles: free it before the run's own is made
         self.log.show(f"warm-up: {time.perf_counter() - started:.0f} s")
 
@@ -358,21 +395,13 @@ class Run:
 
     def log_step(self, line: str) -> None:
         """Write a step's line. A terminal shows it as one live line, with the newest loss and the time
-        left, by tokens. After some steps a line tells how long the run will take."""
+        left, by tokens."""
         done = self.step + 1
         seconds = self.clock.ms() / 1000
         left = int(seconds * (self.tokens[-1] / self.tokens[done] - 1))
         loss = "" if math.isnan(self.loss) else f" loss:{self.loss:.4f}"  # none read yet
         live = f"{line}{loss} {left // 60}:{left % 60:02d} left"
         self.log.write_step(line, live)
-        since = done - self.first_step
-        if since == TIMED_STEPS.start:
-            self.timed = (self.tokens[done], seconds)
-        elif since == TIMED_STEPS.stop and done < self.last_step:
-            tokens, before = self.timed
-            rate = (self.tokens[done] - tokens) / (seconds - before)
-            ahead = itertools.pairwise(self.tokens[done:])
-            self.log.show(forecast.minutes([after - x for x, after in ahead], rate))
 
     # Between steps
 

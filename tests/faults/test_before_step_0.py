@@ -1,5 +1,6 @@
 """Promise 2: bad options, bad data, a bad checkpoint and a full disk are one line before step 0."""
 
+import copy
 import os
 import shutil
 import sys
@@ -166,6 +167,9 @@ def test_a_checkpoint_of_another_setting_other_data_or_another_schedule(
     monkeypatch.setattr(train_gpt, "STAGES", (first._replace(batch=16), *others))
     error = early_error_of(resume=checkpoint)
     assert "plan of step 0: batch_tokens was 256, is 512" in error
+    monkeypatch.setattr(train_gpt.Adam, "initial_state", lambda row, rows: {})
+    error = early_error_of(resume=checkpoint)
+    assert " cannot be resumed: scalars's state.step was int, is not there; " in error
 
 
 def test_no_checkpoint_to_resume(early_error_of, checkpoint):
@@ -187,15 +191,60 @@ def test_no_disk_space_for_checkpoints(early_error_of, monkeypatch):
         assert "3 checkpoints may need" in error and f"{free:,} are free" in error
 
 
-def test_an_optimizer_that_no_checkpoint_would_hold(early_error_of, monkeypatch):
-    """A copy of the script that trains some parameters by torch.optim may run, but not save."""
+class Average:
+    def __init__(self, model):
+        self.by_label = {label: x.detach().clone() for label, x in model.named_parameters()}
+
+
+HELD = {  # what an idea may keep in its manager
+    "optimizer": lambda model: [torch.optim.AdamW([model.embed])],
+    "dict": lambda model: Average(model).by_label,
+    "object": Average,
+    "module": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_state_that_no_checkpoint_would_hold(early_error_of, monkeypatch, held):
+    """Such a script may run, but not save."""
     init = train_gpt.TrainingManager.__init__
 
-    def with_adamw(self, model, h):
+    def with_state(self, model, h):
         init(self, model, h)
-        self.others = [torch.optim.AdamW([model.embed])]
+        self.parts = [model.attn[0]]  # of a parameter: nothing of its own
+        self.others = HELD[held](model)
 
-    monkeypatch.setattr(train_gpt.TrainingManager, "__init__", with_adamw)
+    monkeypatch.setattr(train_gpt.TrainingManager, "__init__", with_state)
     error = early_error_of(save_every=4)
-    assert "TrainingManager.others" in error and "torch.optim.AdamW" in error
+    name = "a torch.optim.AdamW" if held == "optimizer" else "holds a tensor (10, 128, 32)"
+    assert error.startswith("TrainingManager.others ") and name in error
     assert "--save_every=0" in error
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_average_that_its_first_update_makes(train, error_of, monkeypatch, saved):
+    """In the warm-up already, so before step 0. One in extra_state is as good as any."""
+
+    class Averaging(train_gpt.TrainingManager):
+        def step_optimizers(self, now):
+            super().step_optimizers(now)
+            self.average = [self.model.embed.detach().clone()]
+
+        def extra_state(self):
+            extra = super().extra_state()
+            return extra | ({"average": getattr(self, "average", [])} if saved else {})
+
+    monkeypatch.setattr(train_gpt, "TrainingManager", Averaging)
+    if saved:
+        assert "step:8/8 val_loss" in train(save_every=4)
+    else:
+        assert error_of(save_every=4).startswith("Averaging.average holds a tensor (384, 32)")
+
+
+@pytest.mark.parametrize("shape", [(), (1, 8)])
+def test_a_rules_state_that_is_not_by_rows(early_error_of, monkeypatch, shape):
+    """As Adafactor's means of columns: another number of ranks could not share it."""
+    state = lambda row, rows: {"column": torch.zeros(shape)}
+    monkeypatch.setattr(train_gpt.Adam, "initial_state", state)
+    error = early_error_of()
+    assert error.startswith(f"PARAM_TABLE, scalars: the state 'column' has shape {shape}, ")

@@ -68,7 +68,22 @@ def test_latest_skips_damaged_checkpoints_and_needs_no_option(checkpoint, finish
     printed = capsys.readouterr().out
     assert re.findall(r"skipped .*/step_00000(\d).pt: damaged", printed) == ["8", "6"]
     for text in (printed, (checkpoint.parents[1] / "run.txt").read_text()):
-        assert re.search("resumed at step 3 from .*step_000003.pt", text)
+        assert "resumed at step 3 from step_000003.pt" in text
+
+
+def test_a_changed_source_is_another_run_unless_asked_for(train, error_of, checkpoint, capsys):
+    """With auto, the run's name alone would say that it is the same. A run that is complete says so."""
+    newest = checkpoint.with_name("step_000008.pt")
+    saved = read_checkpoint(newest)
+    saved["sources"]["data/shards.py"] += "# edited\n"
+    train(resume="auto")
+    same = "resumed at step 8 from step_000008.pt, with the same source"
+    assert f"{same}: all its steps are done, nothing is trained\n" in capsys.readouterr().out
+    write_checkpoint(newest, saved, 9)
+    error = error_of(resume="auto")
+    assert error.startswith(f"--resume=auto: the source has changed since {newest}: give another")
+    train(resume="latest")
+    assert "step_000008.pt, with changed source, 5 lines" in capsys.readouterr().out
 
 
 def signal_self(_) -> None:

@@ -1,6 +1,7 @@
 """Promises 1, 6 and 7, through the commands that users type: any folder, any console, whole logs."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,28 @@ def test_torchrun_by_hand(shards, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "\nstep:8/8 val_loss:" in (tmp_path / "logs/run.txt").read_text()
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_ranks_after_a_fault(tmp_path):
+    """Its store stays: the addresses in it are those of dead ranks."""
+    first = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    fault = f"if step == 2: os._exit(ranks.rank if {first} else 0)"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    command = [*torchrun, "--nproc_per_node=2", ROOT / "tests/faults/step_loop.py"]
+    done = run_fresh(command, cwd=tmp_path, env=ENVIRONMENT | {"FAULT": fault}, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tool", ["train_gpt.py", "records/compare.py", "data/local_text.py"])
+def test_a_console_that_has_not_all_characters(tmp_path, tool):
+    """Help with an ellipsis, and errors that name a folder."""
+    folder = tmp_path / "Ω"
+    arguments = {"train_gpt.py": ["--help"], "records/compare.py": [folder]}
+    command = [ROOT / tool, *arguments.get(tool, [f"--input={folder}", f"--output={folder}"])]
+    variables = ENVIRONMENT | {"PYTHONIOENCODING": "ascii:strict"}
+    done = run_fresh([sys.executable, *command], env=variables)
+    assert "Traceback" not in done.stderr and re.search(r"\\u[02]", done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize("console", ["| head -n1", ">/dev/full 2>&1", ">&-"])

@@ -1,8 +1,10 @@
 """Signals, and ranks that die: what users, clusters and consoles do to a run of runtime/launch.py."""
 
+import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common import ROOT, wait_until
+from runtime import launch
 
 LAUNCH = [sys.executable, f"{ROOT / 'runtime/launch.py'}"]
 LOOP = f"{Path(__file__).with_name('step_loop.py')}"
@@ -149,7 +152,28 @@ def test_ranks_listen_on_the_loopback_alone_and_one_that_is_killed_is_named(star
     assert set.union(*map(listening_at, run.ranks())) == {"0100007F"}  # 127.0.0.1
     os.kill(run.ranks()[1], signal.SIGKILL)
     code, printed = run.end()
-    assert code == 1 and re.fullmatch(r"error: rank \d was killed by SIGKILL\n", printed), printed
+    assert code == 1
+    hint = "out of memory? lower --val_batch_tokens, or raise --micro_batches"
+    assert re.fullmatch(rf"error: rank \d was killed by SIGKILL: {re.escape(hint)}\n", printed)
+
+
+def test_one_rank_opens_no_socket(start):
+    run = start(RANKS="1")
+    run.wait_for("step:2")
+    (rank,) = run.ranks()
+    links = [os.readlink(file) for file in Path(f"/proc/{rank}/fd").iterdir()]
+    assert links and "socket:" not in " ".join(links)
+
+
+def test_ranks_without_a_loopback_are_refused_in_one_line(monkeypatch):
+    """PyTorch would wait for five minutes."""
+
+    def unreachable(*_):
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(SystemExit, match="cannot meet on 127.0.0.1: .* RANKS=1 needs no socket"):
+        launch.free_port()
 
 
 def test_a_rank_that_hangs_when_another_is_lost_is_killed(start):

@@ -26,8 +26,8 @@ def test_settings_that_cannot_run(message):
         train_gpt.Hyperparameters(**SETTINGS[message]).check(1)
 
 
-def test_a_presets_data_are_made_once(tmp_path, monkeypatch):
-    """By its tool, which has said what is wrong if it fails."""
+def test_a_presets_data_are_made_whole(tmp_path, monkeypatch):
+    """By its tool, which has said what is wrong if it fails. After Ctrl-C the rest is made."""
     commands = []
 
     def run(command):
@@ -37,8 +37,14 @@ def test_a_presets_data_are_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(checks.subprocess, "run", run)
     monkeypatch.setitem(checks.DATA_TOOLS, tmp_path, "data/local_text.py")
     checks.make_default_data(str(tmp_path))
-    with pytest.raises(RunError, match="data/local_text.py failed"):
+    with pytest.raises(RunError, match="data/local_text.py failed: .*--data and --log_dir"):
         checks.make_default_data(str(tmp_path))
-    (tmp_path / "x_train_000000.bin").touch()
+    left = ("x_train_000000.bin", ".fetching", "x_val_000000.bin")
+    for name, runs in zip(left, (3, 4, 5)):
+        with pytest.raises(RunError):
+            (tmp_path / name).touch()
+            checks.make_default_data(str(tmp_path))
+        assert len(commands) == runs
+    (tmp_path / ".fetching").unlink()
     checks.make_default_data(str(tmp_path))
-    assert commands == [str(checks.ROOT / "data/local_text.py")] * 2
+    assert commands == [str(checks.ROOT / "data/local_text.py")] * 5
