@@ -51,7 +51,7 @@ from triton_kernels import (
     XTX, XXT, Band, aX_plus_BX, attend, ba_plus_cAA, band_bias, cache_sized, flash_attention,
     fp8_head_loss, fused_on_gpu, gate_logits, graph_input, has_fp8, has_kernel, join_mantissa,
     linear, lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp,
-    relu_squared_mlp_fp8, residual_add, softcapped_cross_entropy, split_mantissa, transpose_add,
+    relu_squared_mlp_fp8, residual_sum, softcapped_cross_entropy, split_mantissa, transpose_add,
     transpose_copy, uses_flash,
 )
 # fmt: on
@@ -94,6 +94,8 @@ class Hyperparameters:
     block_size: int = setting(128, "tokens in a block, the unit of windows and document cuts")
     adam_lr_scale: float = setting(1.0, "scales every Adam learning rate in PARAM_TABLE")
     muon_lr_scale: float = setting(1.0, "scales every NorMuon learning rate in PARAM_TABLE")
+    small_lr_scale: float = setting(1.0, "scales those of SMALL besides: for batches of few tokens")
+    mudd_lr_scale: float = setting(1.0, "scales those of MUDD's networks besides")
     momentum_warmup: int = setting(300, "steps over which NorMuon's momentum rises", least=0)
     momentum_cooldown: int = setting(50, "last steps, over which it falls", least=0)
     # Validation
@@ -346,6 +348,9 @@ PARAM_TABLE: dict[str, ParamConfig] = {
     "embed":          Adam("sharded",    every=2, betas=(0.50, 0.95), lr=0.008,   wd_mul=150.0,
                            tied_to="lm_head"),
 }
+
+# Gates and scalars, which small_lr_scale scales.
+SMALL = ("scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "layer_lambdas")
 
 # The order in which reductions are launched. Without Adam, attn's short one goes first, and its
 # update hides most of mlp's; on steps with Adam the interconnect never idles: docs/without_a_gpu.md.
@@ -729,7 +734,8 @@ class GPT(nn.Module):
         smear = scalars["smear_lambda"][0] * gate
         x = norm(torch.cat((x[:1], x[1:] + smear * x[:-1])))
         # The embedding that skip gate and layers get, with the first bigram term.
-        x = c0 = add_bigram(x, layers[0].lambdas["bigram"] * bigram)
+        first = layers[0].lambdas["bigram"] * bigram
+        x = c0 = x + F.pad(first, (0, x.size(1) - first.size(1)))
 
         kept = {"c0": c0, "value_embed": next(L.value_embed for L in layers if L.layer.value_embed)}
         for L in layers:
@@ -748,13 +754,12 @@ class GPT(nn.Module):
                     lambdas = self.token_weights(x, 0)  # each token's, in place of the layer's
                     value, x = self.mudd_inputs(lambdas, L.value_embed, x, kept)
                 out = attention(xn, L, lambdas["post_attn"], value, self.yarn)
-                # The embedding and the bigram once more.
-                x = lambdas["resid_attn"] * x + lambdas["x0"] * c0
-                if layer.index > 0:
-                    x = add_bigram(x, lambdas["bigram"] * bigram)
-                x = residual_add(x, out)
+                terms = [(lambdas["resid_attn"], x), (lambdas["x0"], c0)]
+                if layer.index > 0:  # the bigram once more, as the embedding
+                    terms.append((lambdas["bigram"], bigram))
+                x = residual_sum(out, *terms)
             out = scaled_mlp(norm(x), L.W_fc, L.W_proj, lambdas["post_mlp"], L.W8)
-            x = residual_add(lambdas["resid_mlp"] * x, out)
+            x = residual_sum(out, (lambdas["resid_mlp"], x))
             if layer.keep:
                 kept[layer.keep] = x
         for name, weight in self.token_weights(x, 1).items():
@@ -865,11 +870,6 @@ def hash_bigrams(tokens: Tensor, rows: int) -> Tensor:
 def sign_rows(tokens: Tensor) -> Tensor:
     """(T,) int32: the row of signs for each token and the one before it; row 0 for the first."""
     return F.pad((tokens[1:] ^ tokens[:-1]) % SIGN_ROWS, (1, 0))
-
-
-def add_bigram(x: Tensor, bigram: Tensor) -> Tensor:
-    """x (T, dim), with bigram (T, dim / 4) added to its first dims."""
-    return x + F.pad(bigram, (0, x.size(1) - bigram.size(1)))
 
 
 def scaled_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor, scale: Tensor, W8: Any) -> Tensor:
@@ -1429,7 +1429,9 @@ def param_table(h: Hyperparameters) -> dict[str, ParamConfig]:
     table = {}
     for label, row in PARAM_TABLE.items():
         if isinstance(row, Adam):
-            row = replace(row, lr_scale=h.adam_lr_scale)
+            small = h.small_lr_scale if label in SMALL else 1
+            mudd = h.mudd_lr_scale if label.startswith("mudd") else 1
+            row = replace(row, lr_scale=h.adam_lr_scale * small * mudd)
         if isinstance(row, NorMuon):
             row = replace(row, lr_scale=h.muon_lr_scale, head_dim=h.head_dim)
         if h.comms == "replicated":

@@ -51,7 +51,7 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from runtime import cpu
-from runtime.cpu import CPU_BF16
+from runtime.cpu import CPU_BF16, CPU_FP32
 
 try:
     import triton
@@ -433,6 +433,47 @@ def residual_add(x: Tensor, branch: Tensor) -> Tensor:
 def _residual_add_cuda(x: Tensor, branch: Tensor) -> Tensor:
     """With a leading 1 it joins the next norm. A 2-D sum with a matmul becomes an addmm, which copies x."""
     return (x[None] + branch[None])[0]
+
+
+@has_kernel
+def residual_sum(branch: Tensor, *terms: Pair) -> Tensor:
+    """Σ w·x over the terms, plus branch (T, dim). A term has a weight w, 0-dim or (T, 1), and x (T, dim); all
+    but the first may have fewer columns, which are the first of dim."""
+    (weight, x), *others = terms
+    x = weight * x
+    for weight, other in others:
+        missing = x.size(1) - other.size(1)
+        x = x + (F.pad(weight * other, (0, missing)) if missing else weight * other)
+    return residual_add(x, branch)
+
+
+@residual_sum.kernel(CPU_BF16)
+@residual_sum.kernel(CPU_FP32)
+def _residual_sum_cpu(branch: Tensor, *terms: Pair) -> Tensor:
+    if torch.compiler.is_compiling() or any(weight.dim() for weight, _ in terms):
+        return residual_sum.__wrapped__(branch, *terms)
+    return _ResidualSum.apply(branch, *(weight for weight, _ in terms), *(x for _, x in terms))
+
+
+class _ResidualSum(torch.autograd.Function):
+    """Faster: a weight's gradient is one dot product, and sums are made in place."""
+
+    @staticmethod
+    def forward(ctx, branch: Tensor, *both: Tensor) -> Tensor:
+        ctx.save_for_backward(*both)
+        n = len(both) // 2
+        out = branch.clone()
+        for weight, x in zip(both[:n], both[n:]):
+            out[:, : x.size(1)].addcmul_(x, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        n = len(ctx.saved_tensors) // 2
+        weights, xs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        parts = [grad[:, : x.size(1)] for x in xs]
+        sums = [torch.dot(g.reshape(-1), x.reshape(-1)) for g, x in zip(parts, xs)]
+        return grad, *sums, *(weight * g for weight, g in zip(weights, parts))
 
 
 # -----------------------------------------------------------------------------
@@ -839,116 +880,72 @@ def band_bias(cu_seqlens: Tensor, length: int, window: int, dtype: torch.dtype) 
     return torch.where(distance > reach, torch.tensor(-math.inf, device=device, dtype=dtype), 0.0)
 
 
-def _by_head(x: Tensor, padded: int, front: int, back: int) -> Tensor:
-    """(P, H, D) → (front + H·padded + back, D) in fp32 or better, zeros first, after each head and last."""
+def _by_head(x: Tensor, padded: int, front: int) -> Tensor:
+    """(P, H, D) → (front + H·padded, D) in fp32 or better, zeros first and after each head."""
     P, H, D = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out = x.new_zeros(front + H * padded + back, D, dtype=dtype)
-    out[front : len(out) - back].view(H, padded, D)[:, :P].copy_(x.transpose(0, 1))
+    out = x.new_zeros(front + H * padded, D, dtype=dtype)
+    out[front:].view(H, padded, D)[:, :P].copy_(x.transpose(0, 1))
     return out
 
 
-def _bands(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
-    """A view (batch, keys, D) of x: overlapping windows, each one block of rows further."""
-    return x.as_strided((batch, keys, x.size(1)), (rows * x.size(1), x.size(1), 1))
+def _by_position(x: Tensor, heads: int, length: int) -> Tensor:
+    """Blocks (batch, rows, D), or anything of as many rows, → (P, H, D), a view without padding."""
+    return x.view(heads, -1, x.size(-1))[:, :length].transpose(0, 1)
 
 
-def _scores(like: Tensor, batch: int, rows: int, keys: int) -> Tensor:
-    """Memory for the scores of `batch` blocks of queries, to be seen through _by_query and _by_key."""
-    block = rows * (keys + 1)
-    memory = like.new_empty(batch * block + (keys // rows - 1) * block)
-    memory[batch * block :].zero_()  # queries beyond the end, which the last keys would have
-    return memory
+def _windows(x: Tensor, batch: int, rows: int, keys: int) -> Tensor:
+    """A view (batch, keys, D) of x (positions, D): overlapping windows, each `rows` further."""
+    D = x.size(1)
+    return x.as_strided((batch, keys, D), (rows * D, D, 1))
 
 
-def _by_query(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
-    """_scores as (batch, rows, keys): a row for each query. A gap of `rows` elements follows each block."""
-    return memory.as_strided((batch, rows, keys), (rows * (keys + 1), keys, 1))
+def _sum_by_key(weights: Tensor, x: Tensor) -> Tensor:
+    """For each key the sum of x over the queries that see it, by weights (batch, rows, keys).
 
-
-def _by_key(memory: Tensor, batch: int, rows: int, keys: int) -> Tensor:
-    """_scores as (batch, rows, keys): a row for each key, over the queries that may see it.
-
-    These are in its own block and the next ones. From one query to the next it is `keys` elements, also
-    into the next block: one row further, `rows` keys back, and over the gap.
+    x (batch, rows, D); result (batch, rows · D). Block b of queries sees blocks b − n + 1 … b of keys, so a
+    block of keys has its n terms in as many windows: at equal distances in memory, hence one sum.
     """
-    return memory.as_strided((batch, rows, keys), (rows * (keys + 1), 1, keys), keys - rows)
-
-
-CACHED_SCORES = 1 << 17  # half a MiB in fp32, which a core's own cache holds
-
-
-def _head_groups(batch: int, rows: int, keys: int, blocks: int) -> list[slice]:
-    """The batch in groups of heads whose scores stay in the cache, at least one head each."""
-    step = max(1, CACHED_SCORES // (blocks * rows * keys)) * blocks
-    return [slice(i, i + step) for i in range(0, batch, step)]
+    batch, rows, keys = weights.shape
+    D = x.size(-1)
+    n = keys // rows
+    terms = x.new_empty(batch + n - 1, keys, D)
+    terms[batch:].zero_()  # of queries beyond the end
+    torch.bmm(weights.mT, x, out=terms[:batch])
+    strides = (keys * D, (keys - rows) * D, 1)
+    return terms.as_strided((batch, n, rows * D), strides, (keys - rows) * D).sum(1)
 
 
 class _BandedAttention(torch.autograd.Function):
     """softmax(scale · q kᵀ + bias) v, block by block: the CPU's fast path, not the reference.
 
     Faster: a block of queries meets only the keys that its window reaches. Heads lie one after another in
-    memory, so the keys of all blocks are overlapping windows of one tensor, and one bmm serves many blocks.
-    The backward pass sees the queries of all blocks of keys the same way. A few heads are computed at a
-    time, so that their scores stay in the cache.
+    memory, so the keys of all blocks are overlapping windows of one tensor, and one bmm serves all blocks.
     Must hold: the first blocks of a head reach into the head before it. The bias masks those keys as it
-    masks other documents, so their probabilities are zero, by query and by key.
+    masks other documents, so their probabilities are zero, and so is what they add to that head.
     """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
-        P, H, D = q.shape
+        P, H, _ = q.shape
         blocks, rows, keys = bias.shape
-        sizes = (H * blocks, rows, keys)
         padded = blocks * rows
-        beyond = keys - rows
-        q = _by_head(q, padded, 0, beyond)
-        scale = scale.to(q)
-        q *= scale
-        k = _bands(_by_head(k, padded, beyond, 0), *sizes)
-        v = _bands(_by_head(v, padded, beyond, 0), *sizes)
-        own = _bands(q, H * blocks, rows, rows)
-        probs = _scores(q, *sizes)
-        by_query = _by_query(probs, *sizes)
-        out = torch.empty_like(own)
-        for heads in _head_groups(*sizes, blocks):
-            scores = torch.bmm(own[heads], k[heads].mT)
-            scores.view(-1, *bias.shape).add_(bias)
-            torch.bmm(by_query[heads].copy_(torch.softmax(scores, -1)), v[heads], out=out[heads])
-        ctx.save_for_backward(q, k, v, probs, out, scale)
-        ctx.sizes = sizes
-        return out.view(H, padded, D)[:, :P].transpose(0, 1)
+        scale = scale.to(bias.dtype)
+        q = _by_head(q, padded, 0).mul_(scale).view(H * blocks, rows, -1)
+        k, v = (_windows(_by_head(x, padded, keys - rows), len(q), rows, keys) for x in (k, v))
+        bias = bias.repeat(H, 1, 1) if H > 1 else bias
+        probs = torch.softmax(torch.baddbmm(bias, q, k.mT), -1)
+        ctx.save_for_backward(q, k, v, probs, scale)
+        return _by_position(torch.bmm(probs, v), H, P)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        q, k, v, probs, out, scale = ctx.saved_tensors
-        P, H, D = grad.shape
-        sizes = ctx.sizes
-        batch, rows, keys = sizes
-        blocks = batch // H
-        padded = blocks * rows
-        g = _by_head(grad, padded, 0, keys - rows)
-        own = _bands(g, batch, rows, rows)
-        grad_scores = _scores(q, *sizes)
-        grads = [torch.empty_like(out) for _ in range(3)]
-        # The mean over a query's keys of the probabilities' gradients, weighted by the probabilities.
-        mean = (own * out).sum(-1, keepdim=True)
-        q = _bands(q, *sizes)  # the queries of each block of keys; q carries the scale
-        g = _bands(g, *sizes)
-        by_query = _by_query(grad_scores, *sizes)
-        by_key = _by_key(grad_scores, *sizes)
-        probs_by_query = _by_query(probs, *sizes)
-        probs_by_key = _by_key(probs, *sizes)
-        # From the last head on, as a key's queries reach into the next head.
-        for heads in reversed(_head_groups(*sizes, blocks)):
-            grad_q, grad_k, grad_v = (x[heads] for x in grads)
-            scores = torch.bmm(own[heads], v[heads].mT)
-            scores = scores.sub_(mean[heads]).mul_(probs_by_query[heads])
-            torch.bmm(by_query[heads].copy_(scores), k[heads], out=grad_q)
-            torch.bmm(by_key[heads], q[heads], out=grad_k)
-            torch.bmm(probs_by_key[heads], g[heads], out=grad_v)
-        grads[0].mul_(scale)
-        return *(x.view(H, padded, D)[:, :P].transpose(0, 1) for x in grads), None, None
+        q, k, v, probs, scale = ctx.saved_tensors
+        P, H, _ = grad.shape
+        g = _by_head(grad, len(q) * q.size(1) // H, 0).view_as(q)
+        scores = torch._softmax_backward_data(torch.bmm(g, v.mT), probs, -1, probs.dtype)
+        grads = (torch.bmm(scores, k).mul_(scale), _sum_by_key(scores, q), _sum_by_key(probs, g))
+        return *(_by_position(x.view_as(q), H, P) for x in grads), None, None
 
 
 # -----------------------------------------------------------------------------
@@ -1139,6 +1136,13 @@ def gate_logits(x: Tensor, W: Tensor) -> Tensor:
     Summed in fp32 or better, rounded once. Unlike linear it never narrows its operands.
     """
     return F.linear(x[:, : W.size(1)], W)
+
+
+@gate_logits.kernel(CPU_BF16)
+@gate_logits.kernel(CPU_FP32)
+def _gate_logits_cpu(x: Tensor, W: Tensor) -> Tensor:
+    """With zeros in W, not a part of x: its gradient would be zeros of all of x, to copy it into."""
+    return F.linear(x, F.pad(W, (0, x.size(1) - W.size(1))))
 
 
 @gate_logits.kernel("cuda")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 import naive_model
 import triton_kernels as tk
 from common import U16, U32, U64, close64, int32, normal
+from runtime.cpu import CPU_FP32
 from triton_kernels import (
     RMS_EPS, Band, attend, band_bias, kernels_of, masked_attention, norm, norm_and_rotate_qk, rotate,
 )  # fmt: skip
@@ -97,19 +97,15 @@ def heads(length: int, count: int = 2, dim: int = 4, dtype: torch.dtype = FP64) 
 
 
 def assert_equals_masked_softmax(length: int, window: int, starts: Tensor) -> None:
-    """Output and gradients, a head at a time, and both at once."""
+    """Output and gradients."""
     qkv = heads(length)
     band = band_of(starts, window, length)
     expected = masked_attention(*qkv, band, 0.3)
     direction = normal("direction", tuple(expected.shape)).double()
-    gradients = lambda y: torch.autograd.grad(y, qkv, direction)
-    exact = gradients(expected)
-    for scores in (1, tk.CACHED_SCORES):
-        with patch.object(tk, "CACHED_SCORES", scores):
-            out = attend(*qkv, band, 0.3)
-            found = gradients(out)
-        assert close64(out, expected)
-        assert all(close64(*pair) for pair in zip(found, exact))
+    out = attend(*qkv, band, 0.3)
+    found, exact = (torch.autograd.grad(y, qkv, direction) for y in (out, expected))
+    assert close64(out, expected)
+    assert all(close64(*pair) for pair in zip(found, exact))
 
 
 @pytest.mark.parametrize("starts", ["0", "0 0 0 40", "0 1 2 7 7 29 31", "0 25 40 40"])
@@ -161,7 +157,7 @@ def test_gates_round_once_with_and_without_a_matmul(dtype: torch.dtype) -> None:
     pad = torch.nn.functional.pad
     exact = [wide @ w.T, pad(g @ w, (0, 18)), g.T @ wide]
     size = [wide.abs() @ w.abs().T, pad(g.abs() @ w.abs(), (0, 18)), g.abs().T @ wide.abs()]
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", "cuda", CPU_FP32):
         leaves = x.clone().requires_grad_(), W.clone().requires_grad_()
         with tk.kernels_of(device):
             logits = tk.gate_logits(*leaves)
@@ -169,3 +165,18 @@ def test_gates_round_once_with_and_without_a_matmul(dtype: torch.dtype) -> None:
         for a, b, terms in zip(found, exact, size):
             assert a.dtype == dtype
             assert ((a.double() - b).abs() <= unit * b.abs() + 2 * add * terms).all()
+
+
+@pytest.mark.parametrize("weights", [(), (40, 1)])
+def test_a_cpus_residual_sum_is_the_reference(weights: tuple[int, ...]) -> None:
+    """With a weight for all tokens, and with one for each."""
+    shapes = {"branch": (40, 16), "x": (40, 16), "c0": (40, 16), "bigram": (40, 4)}
+    shapes |= {name: weights for name in ("w0", "w1", "w2")}
+    leaves = [normal(name, shape).double().requires_grad_() for name, shape in shapes.items()]
+    grad = normal("g", (40, 16)).double()
+    results = []
+    for device in ("cpu", CPU_FP32):
+        with tk.kernels_of(device):
+            y = tk.residual_sum(leaves[0], *zip(leaves[4:], leaves[1:4]))
+        results.append((y, *torch.autograd.grad(y, leaves, grad)))
+    assert all(close64(*pair) for pair in zip(*results))
