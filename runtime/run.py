@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import fetch_ahead
-from runtime import checkpoints, forecast
+from runtime import checkpoints, checks
 from runtime.checkpoints import Checkpoint
-from runtime.checks import check_saved
 from runtime.clock import Clock
 from runtime.log import Log, log_header, machine_facts, peak_memory, settings_text
 from runtime.ranks import SIGNALS, AgreedError, Ranks, RunError, Signals, Stopped
@@ -233,7 +232,7 @@ class Run:
     def check_saved(self, manager: Any) -> None:
         """Raise AgreedError if checkpoints are asked for that would lack some of the state."""
         if self.saves or self.settings.resume:
-            self.ranks.on_all_ranks(check_saved, manager)
+            self.ranks.on_all_ranks(checks.check_saved, manager)
 
     def _environment(self, facts: list[str]) -> list[str]:
         read = [f"{x!a} {text[-8:]}" for x, text in sorted(self.shards.items()) if "CRC-32" in text]
@@ -293,7 +292,7 @@ class Run:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             free += torch.cuda.memory_reserved(device)  # by this process
-            advice = forecast.advice(self.settings, manager, max(batches), world_size, free)
+            advice = checks.memory_advice(self.settings, manager, max(batches), world_size, free)
             if advice:
                 self.log.show(advice)
 
