@@ -463,7 +463,7 @@ class Run:
             "seconds": self.clock.before,
             "settings": dict(vars(self.settings)),
             "shards": dict(self.shards),
-            "plan": checkpoints.plain(self.plan[:step]),
+            "plan": [now._asdict() for now in self.plan[:step]],
             "sources": self.logged,
             "log": {"header": self.log.header, "lines": self.log.lines},
             "state": state,
