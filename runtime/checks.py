@@ -54,11 +54,6 @@ def check_settings(h: Any, batches: list[int], world_size: int) -> None:
     if h.val_tokens % h.val_batch_tokens:
         multiple = f"a multiple of --val_batch_tokens={h.val_batch_tokens}"
         raise ValueError(f"--val_tokens={h.val_tokens}: must be {multiple}")
-    if h.bos_id >= h.vocab_size:
-        raise ValueError(f"--bos_id={h.bos_id}: must be below --vocab_size={h.vocab_size}")
-    if h.vocab_size > 65536:
-        limit = "shards hold uint16 tokens, so at most 65536"
-        raise ValueError(f"--vocab_size={h.vocab_size}: {limit}")
     if h.run_id and not is_plain_name(h.run_id):
         raise ValueError(f"--run_id={ascii(h.run_id)}: must be a plain file name")
 

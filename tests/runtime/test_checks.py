@@ -12,8 +12,6 @@ from runtime.ranks import RunError
 SETTINGS = {
     r"--batch_unit=100 \(stage 1\): \d+ tokens do not divide": dict(batch_unit=100),
     "must be a multiple of --val_batch_tokens": dict(val_tokens=2_097_153),
-    "--bos_id=60000: must be below": dict(bos_id=60_000),
-    "so at most 65536": dict(vocab_size=70_000),
     "unknown encoding 'klingon'; there are: bytes, ": dict(encoding="klingon"),
 }
 
