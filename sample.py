@@ -102,7 +102,7 @@ def load_script(path: Path, name: str = "") -> ModuleType:
 def load_checkpoint(trainer: ModuleType, resume: str, log_dir: Path) -> tuple[Any, Any]:
     """The TrainingManager of a checkpoint, on a GPU if there is one, and its step of the plan. Raises
     CheckpointError."""
-    path, saved = checkpoints.find_checkpoint(resume, log_dir)
+    path, saved = checkpoints.find_resumed(resume, log_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = Ranks(0, 1, device)
     if device.type == "cpu":

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from data.cached_fineweb10B import fetch, hub_errors
 from data.encodings import load_encoding, save_prefixes
-from data.shards import DataError, ShardWriter, has_tokens, shard_name
+from data.shards import UNFINISHED, DataError, ShardWriter, has_tokens, shard_name
 from data.shards import load_manifest, save_manifest
 
 REPO = "HuggingFaceFW/fineweb"
@@ -122,7 +122,7 @@ def token_stream(
 
 def make_shards(progress: dict[str, Any], output: Path, workers: int) -> None:
     """Write the shards that are missing, each with its progress. Raises DataError, OSError."""
-    parts = output / ".fetching"
+    parts = output / UNFINISHED
     shards = progress["shards"]
     done = sum(shard[0] for shard in shards)
     limit = progress["recipe"]["num_tokens"] or sys.maxsize

@@ -88,31 +88,22 @@ class Documents:
             fault = f"no document begins in it (no token {bos_id})"
             raise DataError(f"{path}: {fault}: check --bos_id and the encoding of the shards")
         self.lengths = np.diff(self.starts, append=len(self.tokens))
-        self._cut = 0  # the cut that _ends is for
-
-    def ends(self, max_doc_len: int) -> np.ndarray:
-        """(documents + 1,) tokens before each document, after the cut; the last is the total."""
-        if max_doc_len != self._cut:  # a new stage
-            self._cut = max_doc_len
-            lengths = np.minimum(self.lengths, max_doc_len)
-            self._ends = np.concatenate(([0], np.cumsum(lengths)))
-        return self._ends
 
     def plan(
         self, first: int, slices: int, length: int, max_doc_len: int
     ) -> list[tuple[int, int]] | None:
         """Documents [i, j) of each slice of `length` tokens, from `first` on; None if too few."""
-        ends = self.ends(max_doc_len)
-        ranges = []
+        lengths = self.lengths[first : first + slices * length]  # each has a token at least
+        ends = np.cumsum(np.minimum(lengths, max_doc_len))
+        bounds = [0]  # of the slices, in documents from `first` on
+        done = 0  # tokens
         for _ in range(slices):
-            if first >= len(self.starts):
+            last = int(np.searchsorted(ends, done + length))
+            if last >= len(ends):
                 return None
-            end = int(np.searchsorted(ends, ends[first] + length))
-            if end >= len(ends):
-                return None
-            ranges.append((first, end))
-            first = end
-        return ranges
+            done = ends[last]
+            bounds.append(last + 1)
+        return [(first + i, first + j) for i, j in itertools.pairwise(bounds)]
 
     def slice(
         self, first: int, end: int, length: int, max_doc_len: int
@@ -243,12 +234,9 @@ def fetch_ahead(batches: Iterator, count: int, faults: list[str]) -> Iterator[Mi
             faults.append(str(error) or repr(error))
 
     def serve() -> Iterator[MicroBatch]:
-        try:
-            while ready:
-                fetch(1)
-                yield ready.popleft()
-        finally:
-            batches.close()
+        while ready:
+            fetch(1)
+            yield ready.popleft()
 
     fetch(count)
     return serve()
@@ -270,11 +258,9 @@ def distributed_data_generator(
         unless that is 0.
     first_step: where to begin; the steps before it are planned as the first time, but not made
 
-    Raises ValueError if the ranks cannot share the micro-batches; DataError, OSError for a bad
-    shard, for more documents than doc_slots (0: by size), and where the tokens end before the plan.
+    Raises DataError, OSError for a bad shard, for more documents than doc_slots (0: by size), and
+    where the tokens end before the plan.
     """
-    if micro_batches % world_size:
-        raise ValueError(f"{micro_batches} micro-batches cannot be shared by {world_size} ranks")
     shards = shards_in_use(pattern)
     share = micro_batches // world_size
     mine = range(rank * share, (rank + 1) * share)
@@ -348,12 +334,11 @@ def check_data(
     a manifest must name. Every micro-batch is planned, none is made. Loaders of this process then
     read these tokens, or raise DataError.
     """
-    cuts = [now.max_doc_len for now in plan]
-    cuts = sorted({min(cuts), max(cuts)})
     CHECKED.clear()
     train = dict.fromkeys(find_shards(train_pattern(folder)))
     val = dict.fromkeys(find_shards(val_pattern(folder)))
-    shards = {os.path.basename(path): f"{verify_shard(path):,} tokens" for path in train | val}
+    sizes = {path: verify_shard(path) for path in train | val}
+    shards = {os.path.basename(path): f"{size:,} tokens" for path, size in sizes.items()}
     check_manifest(folder, bos_id=bos_id, vocab_size=vocab_size, encoding=encoding)
 
     def index(path: str) -> Documents:
@@ -364,36 +349,31 @@ def check_data(
                 raise DataError(f"{path}: has the same tokens as {twin}; remove one of the two")
         (val if path in val else train)[path] = crc
         shards[os.path.basename(path)] += f", CRC-32 {crc:08x}"
-        usable = [np.minimum(documents.lengths, cut).sum() for cut in cuts]
-        held.append((len(documents.tokens), len(documents.starts), *usable))
         return documents
 
-    # By shard: tokens, documents, usable tokens by the shortest and by the longest cut.
-    held: list[tuple[int, ...]] = []
     first_val = index(next(iter(val)))
     n = val_batch_tokens // micro_batches
     most, longest = validation_documents(first_val, val_tokens, n)
     counts = [(most, n, first_val.path)]  # by micro-batch: documents, tokens, shard
     fed = 0
     for documents, tokens, cut, ranges in plan_batches(map(index, train), plan, micro_batches):
-        ends = documents.ends(cut)
         for first, end in ranges:
             # a document that starts at T gives only the last target
-            at_end = ends[end - 1] == ends[first] + tokens
+            at_end = np.minimum(documents.lengths[first : end - 1], cut).sum() == tokens
             counts.append((end - first - int(at_end), tokens, documents.path))
         fed += 1
 
     for documents, tokens, path in sorted(counts, reverse=True):  # the error names the most
         check_slots(documents, tokens, doc_slots or default_doc_slots(tokens), path)
     if fed < len(plan):
-        there, documents, *usable = np.sum(held[1:], axis=0)  # without validation
+        there = sum(sizes[path] for path in train)
         needed = sum(now.batch_tokens for now in plan)
+        cuts = [now.max_doc_len for now in plan]
         raise DataError(
             f"{train_pattern(folder)}: {len(plan):,} steps need {needed:,} tokens, but the shards feed "
-            f"only {fed:,} steps. They have {there:,} tokens in {documents:,} documents, of which "
-            f"{' to '.join(f'{n:,}' for n in usable)} can be used: each micro-batch begins with a "
-            f"new document, and documents are cut at {' to '.join(map(str, cuts))} tokens. Add "
-            "shards or documents, or lower --num_scheduled_iterations or --batch_unit"
+            f"only {fed:,} steps. They have {there:,} tokens; documents are cut at {min(cuts)} to "
+            f"{max(cuts)} tokens, and each micro-batch begins with a new one. Add shards or "
+            "documents, or lower --num_scheduled_iterations or --batch_unit"
         )
     CHECKED.update({train_pattern(folder): train, val_pattern(folder): val})
     return DataFacts(shards, 1 << (longest - 1).bit_length())

@@ -93,15 +93,9 @@ def units(text: bytes, limit: int) -> Iterator[bytes]:
         if end - start <= limit:
             yield text[start:end]
             continue
+        whole_characters = rb"(?s:.{1,%d})(?![\x80-\xBF])" % limit
         for line in text[start:end].splitlines(keepends=True):
-            start = 0
-            while len(line) - start > limit:
-                end = start + limit
-                while line[end] & 0xC0 == 0x80:  # in the middle of a character
-                    end -= 1
-                yield line[start:end]
-                start = end
-            yield line[start:]
+            yield from re.findall(whole_characters, line)
 
 
 def split(documents: list[bytes]) -> dict[str, list[bytes]]:

@@ -13,13 +13,12 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_map
 
 from data.shards import replace_file
 from runtime.options import MAY_CHANGE_ON_RESUME
@@ -91,30 +90,25 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be loaded: {type(error).__name__}") from error
 
 
-def find_resumed(resume: str, log_dir: str, run_id: str) -> Checkpoint | None:
-    """The checkpoint that a run with these settings goes on from, if any. Raises ValueError."""
+def find_resumed(resume: str, log_dir: str | Path, run_id: str = "") -> Checkpoint | None:
+    """The checkpoint that --resume names, if any. 'latest' or 'auto' is the newest usable one of
+    run_id, or of the run in log_dir that saved last; 'auto' may find none. Raises ValueError."""
     if resume == AUTO and not run_id:
         raise ValueError("--resume=auto: needs the run's name, as --run_id=mine")
     if not resume or (resume == AUTO and not checkpoints(Path(log_dir, run_id))):
         return None
-    return find_checkpoint(resume, Path(log_dir), run_id)
-
-
-def find_checkpoint(resume: str, log_dir: Path, run_id: str = "") -> Checkpoint:
-    """The checkpoint that --resume names. 'latest' or 'auto' is the newest usable one of run_id, or
-    of the run in log_dir that saved last. Raises CheckpointError."""
     if resume not in (LATEST, AUTO):
         return Checkpoint(Path(resume), read_checkpoint(Path(resume)))
-    folders = [log_dir / run_id] if run_id else [x for x in log_dir.glob("*") if x.is_dir()]
-    found = [checkpoints(folder) for folder in folders]
-    newest_first = sorted(filter(None, found), key=lambda x: x[0].stat().st_mtime, reverse=True)
+    folders = [Path(log_dir, run_id)] if run_id else Path(log_dir).glob("*")
+    found = filter(None, map(checkpoints, folders))
+    newest_first = sorted(found, key=lambda x: x[0].stat().st_mtime, reverse=True)
     for path in sum(newest_first, []):
         try:
             return Checkpoint(path, read_checkpoint(path))
         except CheckpointError as error:
             if os.environ.get("RANK", "0") == "0":
                 print(f"skipped {error}", flush=True)
-    place = log_dir / (run_id or "*")
+    place = Path(log_dir, run_id or "*")
     raise CheckpointError(
         f"{resume}: no usable checkpoint in {place}: --save_every or --save_minutes writes them"
     )
@@ -179,24 +173,15 @@ def load_whole_state(manager: Any, saved: dict[str, Any], ranks: Ranks) -> None:
                 optimizer.state[label][name] = x
     own_gradients = {}
     for label, of_ranks in saved["gradients"].items():
-        parts = of_ranks[ranks.rank :: ranks.world_size]
-        like = of_ranks[0]
-        if len(parts) == 1:
-            own_gradients[label] = parts[0]  # bit for bit
-        else:
-            total = torch.zeros(like.shape, dtype=torch.float64)
-            own_gradients[label] = sum(parts, total).to(like.dtype)
+        parts = of_ranks[ranks.rank :: ranks.world_size] or [torch.zeros_like(of_ranks[0])]
+        first, *others = (part.double() for part in parts)
+        own_gradients[label] = sum(others, first).to(of_ranks[0].dtype)  # one: bit for bit
     optimizer.load_gradients(own_gradients)
     manager.load_extra_state(saved["extra"])
 
 
 # -----------------------------------------------------------------------------
 # Checks
-
-
-def plain(plan: Iterable[NamedTuple]) -> list[dict[str, Any]]:
-    """A plan as a checkpoint holds it."""
-    return [now._asdict() for now in plan]
 
 
 def check_fits(
@@ -206,76 +191,50 @@ def check_fits(
     and shards, can go on from the checkpoint."""
     path, saved = resumed
     check_parameters(path, saved, manager)
-    raise_if_any(path, _other_settings(saved["settings"], vars(settings)))
-    read = {name: text for name, text in shards.items() if "CRC-32" in text}
-    was_read = {name: text for name, text in saved["shards"].items() if "CRC-32" in text}
-    faults = [f"shard {fault}" for fault in differences(was_read, read)]
-    if not faults and saved["step"] > settings.total_iterations:
-        faults = [f"its step {saved['step']} is beyond the last one, {settings.total_iterations}"]
-    else:
-        faults += _other_steps(saved["plan"], plain(plan[: saved["step"]]))
+    was, now = (
+        {f"--{name}": x for name, x in given.items() if name not in MAY_CHANGE_ON_RESUME}
+        for given in (saved["settings"], vars(settings))
+    )
+    raise_if_any(path, differences(was, now))
+    was, now = (
+        {f"shard {name}": text for name, text in texts.items() if "CRC-32" in text}
+        for texts in (saved["shards"], shards)
+    )
+    faults = differences(was, now)
+    for before, here in zip(saved["plan"], plan):
+        changed = differences(before, here._asdict())
+        faults += [f"plan of step {here.step}: {x}" for x in changed]
     raise_if_any(path, faults)
-
-
-def _other_steps(was: list[dict], now: list[dict]) -> list[str]:
-    """Where the steps that are done first differ from this script's plan, in words."""
-    for before, here in zip(was, now):
-        if before != here:
-            return [f"plan of step {before['step']}: {x}" for x in differences(before, here)]
-    return []
 
 
 def check_parameters(path: Path, saved: dict[str, Any], manager: Any) -> None:
     """Raise CheckpointError if the checkpoint is of another recipe: if parameters or optimizer state
     differ in names, shapes or dtypes."""
-    optimizer = manager.optimizer
-    here = {label: _layout(param.data, len(param)) for label, param in optimizer.params.items()}
-    for label, own in optimizer.state.items():
-        rows = optimizer.num_rows(label)
-        here[f"{label}'s state"] = {name: _layout(x, rows) for name, x in own.items()}
-    there = {label: _layout(x, len(x)) for label, x in saved["state"]["parameters"].items()}
-    for label, whole in saved["state"]["optimizer"].items():
-        there[f"{label}'s state"] = {
-            name: _layout(x, len(x) if isinstance(x, Tensor) else 0) for name, x in whole.items()
-        }
-    raise_if_any(path, differences(there, here))
+    there = saved["state"]
+    was = _layout(there["parameters"], there["optimizer"])
+    raise_if_any(path, differences(was, _layout(manager.optimizer.params, manager.optimizer.state)))
 
 
-def _layout(x: Any, rows: int) -> str:
-    """Shape, with this many rows, and dtype of a tensor; the type of anything else."""
-    if isinstance(x, Tensor):
-        return f"{(rows, *x.shape[1:])} {x.dtype}"
-    return type(x).__name__
+def _layout(parameters: dict[str, Tensor], state: dict[str, dict]) -> dict[str, str]:
+    """Shape and dtype of each parameter and of a row of its state; the type of what is no tensor."""
+    found = {label: f"{tuple(x.shape)} {x.dtype}" for label, x in parameters.items()}
+    for label, own in state.items():
+        for name, x in own.items():
+            text = f"rows of {tuple(x.shape[1:])} {x.dtype}" if isinstance(x, Tensor) else ""
+            found[f"{label}'s state.{name}"] = text or type(x).__name__
+    return found
 
 
-def _other_settings(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    kept = [
-        {name: value for name, value in settings.items() if name not in MAY_CHANGE_ON_RESUME}
-        for settings in (was, now)
-    ]
-    return differences(*kept, "--")
-
-
-def differences(was: dict, now: dict, kind: str = "") -> list[str]:
-    """What is not the same in two nests of dicts, in words."""
-    flat = []
-    for nest in (was, now):
-        leaves, _ = tree_flatten_with_path(nest)
-        flat.append({_name(path): str(x) for path, x in leaves})
-    before, here = flat
+def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is not the same in two dicts, in words."""
     return [
-        f"{kind}{name} was {before.get(name, 'not there')}, is {here.get(name, 'not there')}"
-        for name in dict.fromkeys([*before, *here])
-        if before.get(name) != here.get(name)
+        f"{name} was {was.get(name, 'not there')}, is {now.get(name, 'not there')}"
+        for name in was | now
+        if was.get(name, "not there") != now.get(name, "not there")
     ]
 
 
-def _name(path: tuple) -> str:
-    return ".".join(keystr((key,))[1:-1].strip("'\"") for key in path)
-
-
-def raise_if_any(path: Path, faults: Iterable[str]) -> None:
-    faults = list(faults)
+def raise_if_any(path: Path, faults: list[str]) -> None:
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(f"{path} cannot be resumed: {'; '.join(faults[:3])}{more}")

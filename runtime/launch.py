@@ -7,6 +7,7 @@ loopback. PyTorch's own launcher has one limit for the ranks to end, both after 
 checkpoint may take minutes, and after another rank has died, when they should end within seconds.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -16,10 +17,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SAME_SIGNAL = 1.0  # seconds in which a signal is the same one: launcher and terminal both send it
+LAUNCHER = "BANKRUN_LAUNCHER_PID"  # environment variable of a rank: its launcher's process id
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOPPING = "stopping after the step in progress; a second signal ends the run at once"
 SECONDS_TO_END = 5.0  # for the other ranks, once one has ended with an error
 
@@ -28,9 +32,10 @@ def main(arguments: list[str]) -> int:
     """The run's exit code: 0, a failed rank's, or 128 + a signal's number."""
     script, options = find_script(arguments)
     count = 1 if {"-h", "--help"} & set(options) else number_of_ranks()
-    ranks = RankProcesses()
-    ranks.start([sys.executable, "-u", str(script), *options], count)
-    return ranks.wait()
+    with Signals() as signals:
+        signals.in_training = True  # until all ranks have ended
+        start([sys.executable, "-u", str(script), *options], count, signals.ranks)
+        return wait(signals)
 
 
 def find_script(arguments: list[str]) -> tuple[Path, list[str]]:
@@ -83,79 +88,117 @@ def tell(message: str) -> None:
         os.write(2, f"{message}\n".encode(errors="replace"))
 
 
-class RankProcesses:
-    """The ranks of a run. A signal is passed on to all; a second one ends them at once."""
+class Signals:
+    """The signals by which users and clusters stop a run: those of a rank, or of the launcher.
+
+    While `in_training` the first one is only noted, as `received`: all ranks agree on it at the end
+    of the step. A second one ends the process at once, and so does the first at any other time; the
+    exit code is 128 + its number. A launcher that dies is a SIGTERM. A signal that was ignored at
+    the start, as by nohup, stays ignored.
+    """
 
     def __init__(self):
-        self.processes: list[subprocess.Popen] = []
         self.received = 0  # a signal's number
+        self.in_training = False
         self.received_at = 0.0
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
-                signal.signal(number, self._handle)
+        self.ranks: list[subprocess.Popen] = []  # the launcher's
+        self.previous: dict[int, Any] = {}  # handlers
 
-    def start(self, command: list[str], count: int) -> None:
-        common = {"PYTHONHASHSEED": "0"}  # a set of strings has one order on all ranks
-        rendezvous = {}  # one rank opens no socket
-        if count > 1:
-            rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
-            if "lo" in {name for _, name in socket.if_nameindex()}:  # Linux
-                common |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        common |= os.environ  # what the user has set stays
-        common |= rendezvous
-        common |= {"WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{count}"}
-        common |= {"BANKRUN_LAUNCHER_PID": f"{os.getpid()}"}
-        # Ctrl-C waits until runtime/ranks.py handles it: the imports would end in a traceback each.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        for rank in range(count):
-            environment = common | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-            self.processes.append(subprocess.Popen(command, env=environment))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self.previous[number] = signal.signal(number, self._handle)
+        end_with_launcher()
+        # `start` blocks Ctrl-C until now: each rank would answer with a traceback of its imports.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.in_training = False
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self.received == number and now < self.received_at + SAME_SIGNAL:
             return
-        if self.received:
-            self._send(signal.SIGKILL)
+        at_once = self.received or not self.in_training
+        if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:
+            end = "stopped at once" if at_once else STOPPING
+            tell(f"{signal.Signals(number).name}: {end}")
+        if at_once:
+            send(self.ranks, signal.SIGKILL)
             os._exit(128 + number)
         self.received = number
         self.received_at = now
 
-    def _send(self, number: int) -> None:
-        for process in self.processes:
-            process.send_signal(number)  # nothing to one that has ended
 
-    def wait(self) -> int:
-        """Wait for all ranks. The first one that fails decides the exit code, and ends the others."""
-        code, failed_at, passed_on = 0, 0.0, False
-        while any(process.poll() is None for process in self.processes):
-            if self.received and not passed_on:
-                passed_on = True
-                tell(f"{signal.Signals(self.received).name}: {STOPPING}")
-                self._send(self.received)
-            if not code:
-                code = self._failure()
-                failed_at = time.monotonic()
-            elif time.monotonic() > failed_at + SECONDS_TO_END:
-                self._send(signal.SIGKILL)
-            elif code != 128 + self.received:  # else they end by themselves
-                self._send(signal.SIGTERM)  # repeated, as a rank only notes the first one
-            time.sleep(0.05)
-        return code or self._failure()
+def end_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this rank when its launcher dies. On Linux only."""
+    if "RANK" not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None and int(launcher) != os.getppid():  # it has died before that call
+        os._exit(128 + signal.SIGTERM)
 
-    def _failure(self) -> int:
-        """The exit code of a rank that has failed, or 0. One that a signal has killed is named."""
-        codes = [process.poll() or 0 for process in self.processes]
-        code = min(codes) or max(codes)
-        if code >= 0:
-            return code
-        if -code == self.received:
-            return 128 + self.received
-        hint = ": out of memory? lower --val_batch_tokens, or raise --micro_batches"
-        hint *= -code == signal.SIGKILL
-        tell(f"error: rank {codes.index(code)} was killed by {signal.Signals(-code).name}{hint}")
-        return 1
+
+def start(command: list[str], count: int, ranks: list[subprocess.Popen]) -> None:
+    """Add so many ranks to the list, processes of this command."""
+    common = {"PYTHONHASHSEED": "0"}  # a set of strings has one order on all ranks
+    rendezvous = {}  # one rank opens no socket
+    if count > 1:
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+        if "lo" in {name for _, name in socket.if_nameindex()}:  # Linux
+            common |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    common |= os.environ  # what the user has set stays
+    common |= rendezvous
+    common |= {"WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{count}"}
+    common |= {LAUNCHER: f"{os.getpid()}"}
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    for rank in range(count):
+        environment = common | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        ranks.append(subprocess.Popen(command, env=environment))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def send(ranks: list[subprocess.Popen], number: int) -> None:
+    for process in ranks:
+        process.send_signal(number)  # nothing to one that has ended
+
+
+def wait(signals: Signals) -> int:
+    """Wait for all ranks. The first one that fails decides the exit code, and ends the others. A
+    signal is passed on to all."""
+    ranks = signals.ranks
+    code, failed_at, passed_on = 0, 0.0, False
+    while any(process.poll() is None for process in ranks):
+        if signals.received and not passed_on:
+            passed_on = True
+            send(ranks, signals.received)
+        if not code:
+            code = failure(signals)
+            failed_at = time.monotonic()
+        elif time.monotonic() > failed_at + SECONDS_TO_END:
+            send(ranks, signal.SIGKILL)
+        elif code != 128 + signals.received:  # else they end by themselves
+            send(ranks, signal.SIGTERM)  # repeated, as a rank only notes the first one
+        time.sleep(0.05)
+    return code or failure(signals)
+
+
+def failure(signals: Signals) -> int:
+    """The exit code of a rank that has failed, or 0. One that a signal has killed is named."""
+    codes = [process.poll() or 0 for process in signals.ranks]
+    code = min(codes) or max(codes)
+    if code >= 0:
+        return code
+    if -code == signals.received:
+        return 128 + signals.received
+    hint = ": out of memory? lower --val_batch_tokens, or raise --micro_batches"
+    hint *= -code == signal.SIGKILL
+    tell(f"error: rank {codes.index(code)} was killed by {signal.Signals(-code).name}{hint}")
+    return 1
 
 
 if __name__ == "__main__":

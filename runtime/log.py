@@ -24,8 +24,7 @@ SET_BY_US = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 def machine_facts(device: torch.device, world_size: int) -> list[str]:
     """Versions, devices and variables, a line each."""
-    triton = sys.modules.get("triton")
-    triton_version = triton.__version__ if triton else "none"
+    triton_version = getattr(sys.modules.get("triton"), "__version__", "none")
     facts = [
         f"Python {sys.version}",
         f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton_version}",

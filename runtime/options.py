@@ -83,14 +83,6 @@ def _boolean(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-def _project_path(default: str) -> str:
-    """A default path: of the project, wherever the user stands. Sources that were extracted from a
-    log are no whole project: they take the current directory's."""
-    if not (ROOT / "run.sh").exists():
-        return default
-    return default if Path.cwd() == ROOT else str(ROOT / default)
-
-
 def parse_options(
     settings: type,
     presets: dict[str, dict],
@@ -120,28 +112,28 @@ def parse_options(
         ]
         defaults = "; ".join([repr(field.default), *others])
         kind = types[field.name]
+        convert = os.path.expanduser if field.metadata.get("path") else kind
         parser.add_argument(
             f"--{field.name}",
-            type=_boolean if kind is bool else kind,
+            type=_boolean if kind is bool else convert,
             default=argparse.SUPPRESS,
             metavar=kind.__name__.upper(),
             help=f"{field.metadata.get('meaning', '')} ({defaults})".replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
     named = given.pop("preset")
-    resumed = {} if named else _resumed_settings(saved or {}, types.keys() - given.keys())
+    resumed = {}
+    if saved and not named:
+        resumed = {name: saved[name] for name in (types.keys() & saved.keys()) - OF_THE_COMMAND}
+        if not Path(resumed.get("data", "")).is_dir():  # on another machine
+            resumed.pop("data", None)
     found = settings(**{**presets[named or preset], **resumed, **given})
+    # A default path is the project's, wherever the user stands. Sources that were extracted from a
+    # log are no whole project: they take the current directory's.
+    elsewhere = (ROOT / "run.sh").exists() and Path.cwd() != ROOT
     for field in dataclasses.fields(settings):
-        value = getattr(found, field.name)
-        if field.metadata.get("path") and value and field.name not in resumed:
-            chosen = os.path.expanduser(value) if field.name in given else _project_path(value)
-            setattr(found, field.name, chosen)
+        name = field.name
+        value = getattr(found, name)
+        if elsewhere and field.metadata.get("path") and value and name not in resumed | given:
+            setattr(found, name, str(ROOT / value))
     return found
-
-
-def _resumed_settings(saved: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Of a checkpoint's settings those of these names that hold for this command too."""
-    kept = {name: x for name, x in saved.items() if name in names - OF_THE_COMMAND}
-    if not Path(kept.get("data", "")).is_dir():  # on another machine
-        kept.pop("data", None)
-    return kept

@@ -1,10 +1,9 @@
-"""The ranks of a run: how they join, agree on errors, hear signals, and how their processes end.
+"""The ranks of a run: how they join, agree on errors, and how their processes end.
 
 Each rank is a process with torchrun's environment variables; a script without them is one rank.
 runtime/launch.py starts the ranks of one machine, torchrun those of several.
 """
 
-import ctypes
 import os
 import re
 import signal
@@ -15,18 +14,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
-from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.launch import SAME_SIGNAL, SIGNALS, STOPPING, tell
+from runtime.launch import LAUNCHER, Signals, tell  # noqa: F401 (scripts take Signals here)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # compiling takes the longest
-LAUNCHER = "BANKRUN_LAUNCHER_PID"  # environment variable: the process id of runtime/launch.py
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RunError(RuntimeError):
@@ -69,14 +65,13 @@ class Ranks(NamedTuple):
     def check_same(self, found: dict[str, Any]) -> None:
         """Raise AgreedError on every rank if a rank's values differ from those of rank 0."""
         first = self.gather(found)[0]
-        differences = []
-        for name in {**first, **found}:
-            if found.get(name) != first.get(name):
-                differences.append(f"{name} is {found.get(name)}, on rank 0 {first.get(name)}")
-        error = None
-        if differences:
-            error = RunError(f"{'; '.join(differences[:3])}: must be the same on all ranks")
-        self.raise_on_all_ranks(error)
+        differences = [
+            f"{name} is {found.get(name)}, on rank 0 {first.get(name)}"
+            for name in first | found
+            if found.get(name) != first.get(name)
+        ]
+        text = f"{'; '.join(differences[:3])}: must be the same on all ranks"
+        self.raise_on_all_ranks(RunError(text) if differences else None)
 
     def on_all_ranks(self, function: Callable, *args: Any) -> Any:
         """function(*args) on every rank.
@@ -149,71 +144,10 @@ def loopback_store(rank: int, world_size: int) -> dist.TCPStore:
     """The ranks' store, on the loopback alone; one that PyTorch opens listens on every interface."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    listener = None
-    if rank == 0:
-        listener = socket.create_server((address, port)).detach()
+    listener = socket.create_server((address, port)).detach() if rank == 0 else None
     return dist.TCPStore(
         address, port, world_size, rank == 0, COLLECTIVE_TIMEOUT, master_listen_fd=listener
     )
-
-
-# ---------------------------------------------------------------------------------------------------
-# Signals
-
-
-class Signals:
-    """The signals by which users and clusters stop a run.
-
-    While `in_training` the first one is only noted, as `received`: all ranks agree on it at the end
-    of the step. A second one ends the process at once, and so does the first at any other time; the
-    exit code is 128 + its number. A launcher that dies is a SIGTERM. A signal that was ignored at
-    the start, as by nohup, stays ignored.
-    """
-
-    def __init__(self):
-        self.received = 0  # a signal's number
-        self.in_training = False
-        self.received_at = 0.0
-        self.previous: dict[int, Any] = {}  # handlers
-
-    def __enter__(self) -> Self:
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self.previous[number] = signal.signal(number, self._handle)
-        end_with_launcher()
-        # The launcher blocks Ctrl-C until now: each rank would answer with a traceback of its imports.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.in_training = False
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received == number and now < self.received_at + SAME_SIGNAL:
-            return
-        speaks = os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ
-        name = signal.Signals(number).name
-        if self.received or not self.in_training:
-            if speaks:
-                tell(f"{name}: stopped at once")
-            os._exit(128 + number)
-        self.received = number
-        self.received_at = now
-        if speaks:
-            tell(f"{name}: {STOPPING}")
-
-
-def end_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank when its launcher dies. On Linux only."""
-    if "RANK" not in os.environ or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is not None and int(launcher) != os.getppid():  # it has died before that call
-        os._exit(128 + signal.SIGTERM)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import fetch_ahead
-from runtime import checkpoints, forecast
+from runtime import checkpoints, checks
 from runtime.checkpoints import Checkpoint
-from runtime.checks import check_saved
 from runtime.clock import Clock
+from runtime.launch import SIGNALS, Signals
 from runtime.log import Log, log_header, machine_facts, peak_memory, settings_text
-from runtime.ranks import SIGNALS, AgreedError, Ranks, RunError, Signals, Stopped
+from runtime.ranks import AgreedError, Ranks, RunError, Stopped
 from runtime.sources import RULE, Sources, below_path, changes
 
 BAD_DATA = -1  # a reason to stop, besides the numbers of signals
@@ -118,8 +118,7 @@ class LossReport:
         if self.arrived:
             self.arrived.synchronize()
         loss, *flags = self.numbers.tolist()
-        reasons = [reason for reason, flag in zip(REASONS, flags) if flag]
-        return loss, (reasons or [0])[0]
+        return loss, next(itertools.compress(REASONS, flags), 0)
 
 
 class Run:
@@ -150,11 +149,10 @@ class Run:
         self.sources = sources
         self.clock = Clock(ranks.device)
         self.saves = settings.save_every > 0 or settings.save_minutes > 0
-        self.first_step = 0
         self.resumed = resumed
-        if resumed:
-            self.first_step = resumed.content["step"]
-            self.clock.before = resumed.content["seconds"]
+        saved = resumed.content if resumed else {"step": 0, "seconds": 0.0}
+        self.first_step = self.saved_step = saved["step"]
+        self.clock.before = saved["seconds"]
         self.reason = 0  # to stop: one of REASONS, the same on all ranks
         self.due = False  # a checkpoint, by --save_minutes
         self.reports: list[LossReport] = []  # not read yet
@@ -162,7 +160,6 @@ class Run:
         self.ahead = int(ranks.device.type == "cuda")
         self.loss = math.nan  # the newest one read
         self.faults: list[str] = []  # what this rank could not read
-        self.saved_step = -1
         self.not_saved = ""  # the last save's error
         self.log: Log | None = None
         self.lock: Any = None
@@ -176,7 +173,7 @@ class Run:
         if self.log and isinstance(error, Exception) and not isinstance(error, Stopped):
             self.log.write(f"error: {type(error).__name__}: {error}".partition("\n")[0], False)
         if self.lock:
-            self.lock_path.unlink(missing_ok=True)
+            Path(self.lock.name).unlink(missing_ok=True)
             self.lock.close()
 
     # Before step 0
@@ -187,43 +184,45 @@ class Run:
         Raises AgreedError."""
         s = self.settings
         ranks = self.ranks
-        logged = self.sources.imported()
-        same = {name: value for name, value in vars(s).items() if name not in ("data", "log_dir")}
-        same["the first step"] = self.first_step
-        ranks.check_same(
-            same | shards | {x: zlib.crc32(text.encode()) for x, text in logged.items()}
-        )
         self.shards = shards
-        self.logged = logged
+        self.logged = self.sources.imported()
+        same = {name: value for name, value in vars(s).items() if name not in ("data", "log_dir")}
+        same |= {x: zlib.crc32(text.encode()) for x, text in self.logged.items()}
+        ranks.check_same(same | shards | {"the first step": self.first_step})
         self.check_saved(manager)
-        log_dir = Path(s.log_dir)
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         if self.resumed:
             path, saved = self.resumed
-            diff = changes(saved["sources"], logged)
-            lines = f"changed source, {len(diff)} lines of difference"
-            source = lines if diff else "the same source"
+            run_id = saved["run_id"]
+            diff = changes(saved["sources"], self.logged)
             if diff and s.resume == checkpoints.AUTO:
                 raise AgreedError(
                     f"--resume=auto: the source has changed since {path}: give another --run_id, or "
                     f"--resume=latest to go on with the change"
                 )
-            check = checkpoints.check_fits
-            ranks.on_all_ranks(check, self.resumed, s, self.plan, shards, manager)
-            run_id = saved["run_id"]
+            ranks.on_all_ranks(checkpoints.check_fits, self.resumed, s, self.plan, shards, manager)
         s.run_id = ranks.gather(s.run_id or run_id)[0]
-        self.folder = log_dir / s.run_id
-        self.lock_path = log_dir / f"{s.run_id}.lock"
-        ranks.on_all_ranks(self._check_place, manager)
+        log_path = Path(s.log_dir, f"{s.run_id}.txt")
+        self.folder = log_path.with_suffix("")
+        ranks.on_all_ranks(self._check_place, log_path, manager)
 
+        read = [f"{x!a} {text[-8:]}" for x, text in sorted(shards.items()) if "CRC-32" in text]
+        environment = [
+            *machine_facts(ranks.device, ranks.world_size),
+            *facts,
+            "shards: " + ", ".join(read),
+            f"{next(iter(self.logged))} {settings_text(s)}",
+        ]
+        header = log_header(self.logged, environment)
         lines = ""
-        header = log_header(logged, self._environment(facts))
         if self.resumed:
-            lines = saved["log"]["lines"]
+            source = "the same source"
+            if diff:
+                source = f"changed source, {len(diff)} lines of difference"
             note = f"resumed at step {self.first_step} from {path.name}, with {source}"
+            lines = saved["log"]["lines"]
             before = saved["log"]["header"].removesuffix(RULE)
-            header = before + "\n".join([note, *self._environment(facts), *diff, RULE])
-        log_path = log_dir / f"{s.run_id}.txt"
+            header = before + "\n".join([note, *environment, *diff, RULE])
         self.log = ranks.on_all_ranks(Log, log_path, ranks.first, header, lines)
         self.log.show(f"log: {log_path}")
         if self.resumed:
@@ -233,51 +232,40 @@ class Run:
     def check_saved(self, manager: Any) -> None:
         """Raise AgreedError if checkpoints are asked for that would lack some of the state."""
         if self.saves or self.settings.resume:
-            self.ranks.on_all_ranks(check_saved, manager)
+            self.ranks.on_all_ranks(checks.check_saved, manager)
 
-    def _environment(self, facts: list[str]) -> list[str]:
-        read = [f"{x!a} {text[-8:]}" for x, text in sorted(self.shards.items()) if "CRC-32" in text]
-        script = next(iter(self.logged))
-        return [
-            *machine_facts(self.ranks.device, self.ranks.world_size),
-            *facts,
-            "shards: " + ", ".join(read),
-            f"{script} {settings_text(self.settings)}",
-        ]
-
-    def _check_place(self, manager: Any) -> None:
+    def _check_place(self, log: Path, manager: Any) -> None:
         """On rank 0, raise ValueError or OSError if this run cannot write where it should."""
-        s = self.settings
         if not self.ranks.first:
             return
-        log = self.folder.with_name(f"{s.run_id}.txt")
+        s = self.settings
         log.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(self.lock_path, "ab")
+        lock = open(log.with_suffix(".lock"), "ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             raise ValueError(f"--run_id={s.run_id}: a run of this name is training now") from None
         self.lock = lock
-        if not self.resumed and checkpoints.checkpoints(self.folder):
-            raise ValueError(
-                f"--run_id={s.run_id}: that run exists and has checkpoints: resume it with "
-                f"--resume=latest, or give another --run_id"
-            )
-        if not self.resumed and log.exists():
-            if s.resume != checkpoints.AUTO:
-                raise ValueError(f"--run_id={s.run_id}: {log} exists: give another --run_id")
-            aside = (log.with_suffix(f".cut{i}.txt") for i in itertools.count(1))
-            log.rename(next(path for path in aside if not path.exists()))
+        present = checkpoints.checkpoints(self.folder)
         if self.resumed and log.exists():
             own = self.resumed.content["log"]["header"].partition(f"\n{RULE}\n")[0]
             if not log.read_bytes().startswith(own.encode()):
                 raise ValueError(f"{log} is not the log of the checkpoint's run: move it away")
+        elif not self.resumed and present:
+            raise ValueError(
+                f"--run_id={s.run_id}: that run exists and has checkpoints: resume it with "
+                f"--resume=latest, or give another --run_id"
+            )
+        elif log.exists():
+            if s.resume != checkpoints.AUTO:
+                raise ValueError(f"--run_id={s.run_id}: {log} exists: give another --run_id")
+            aside = (log.with_suffix(f".cut{i}.txt") for i in itertools.count(1))
+            log.rename(next(path for path in aside if not path.exists()))
         if self.saves:
-            present = len(checkpoints.checkpoints(self.folder))
             every = 1 if s.save_minutes else s.save_every
             coming = 1 + (self.last_step - self.first_step) // every
-            files = min(coming, max(1, s.keep_checkpoints + 1 - present))
+            files = min(coming, max(1, s.keep_checkpoints + 1 - len(present)))
             checkpoints.check_disk_space(self.folder, manager, self.ranks.world_size, files)
 
     def announce(self, manager: Any) -> None:
@@ -293,7 +281,7 @@ class Run:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             free += torch.cuda.memory_reserved(device)  # by this process
-            advice = forecast.advice(self.settings, manager, max(batches), world_size, free)
+            advice = checks.memory_advice(self.settings, manager, max(batches), world_size, free)
             if advice:
                 self.log.show(advice)
 
@@ -365,12 +353,11 @@ class Run:
     def _end_with_loss(self, step: int) -> None:
         """Raise AgreedError for a loss that is not finite. On a GPU the step's update has been made, so
         that nearly all weights hold NaN: none is named."""
-        found = [f"the training loss is {self.loss} at step {step}", self._newest_checkpoint()]
+        found = f"the training loss is {self.loss} at step {step}"
         if not self.ahead:
-            bad = self._not_finite()
-            found[1:1] = [f"not finite: {bad}" if bad else "weights and gradients are finite"]
-        found.append("lower the learning rate or look at the last change")
-        raise AgreedError("; ".join(found))
+            found += f"; not finite: {self._not_finite() or 'no weight and no gradient'}"
+        advice = "lower the learning rate or look at the last change"
+        raise AgreedError(f"{found}; {self._newest_checkpoint()}; {advice}")
 
     def _newest_checkpoint(self) -> str:
         found = checkpoints.checkpoints(self.folder)
@@ -423,8 +410,8 @@ class Run:
 
     def heard_signal(self) -> bool:
         """Whether a signal has reached any rank, or its data are bad. Called by all ranks."""
-        reasons = [reason for reason in self.ranks.gather(self._own_reason()) if reason]
-        self.reason = self.reason or (reasons or [0])[0]
+        reasons = (self.reason, *self.ranks.gather(self._own_reason()))
+        self.reason = next(filter(None, reasons), 0)
         return bool(self.reason)
 
     def stop_if_signalled(self, step: int) -> None:
@@ -432,11 +419,8 @@ class Run:
         if not self.reason:
             return
         saved = self._save(step) if self.saves else "no checkpoint, as --save_every=0"
-        faults = [
-            f"rank {rank}: {text}"
-            for rank, texts in enumerate(self.ranks.gather(self.faults[:1]))
-            for text in texts
-        ]
+        faults = enumerate(self.ranks.gather(self.faults))
+        faults = [f"rank {rank}: {found[0]}" for rank, found in faults if found]
         name = "bad data" if self.reason == BAD_DATA else signal.Signals(self.reason).name
         parts = "; ".join([saved, *faults[:1]])
         message = f"stopped by {name} after step:{step}/{self.last_step}: {parts}"
@@ -451,7 +435,7 @@ class Run:
         """Save a checkpoint; what became of it, in words. A full disk does not end the run. Raises
         AgreedError for a state that is not finite, which a step with a finite loss can leave."""
         path = self.folder / f"step_{step:06d}.pt"
-        if path.exists() and step in (self.first_step, self.saved_step):
+        if path.exists() and step == self.saved_step:
             return f"checkpoint {path}"
         bad = self._not_finite()
         if bad:
@@ -464,7 +448,7 @@ class Run:
             "seconds": self.clock.before,
             "settings": dict(vars(self.settings)),
             "shards": dict(self.shards),
-            "plan": checkpoints.plain(self.plan[:step]),
+            "plan": [now._asdict() for now in self.plan[:step]],
             "sources": self.logged,
             "log": {"header": self.log.header, "lines": self.log.lines},
             "state": state,

@@ -23,8 +23,7 @@ class Sources:
         """script: a training script, in the project (ideas/idea.py) or elsewhere."""
         self.script = Path(script).resolve()
         self.texts: dict[Path, bytes] = {}
-        folders = [ROOT, ROOT / "runtime", ROOT / "data", self.script.parent]
-        for folder in folders:
+        for folder in (ROOT, ROOT / "runtime", ROOT / "data", self.script.parent):
             for path in filter(Path.is_file, folder.glob("*.py")):
                 self.texts[path.resolve()] = path.read_bytes()
 

@@ -12,7 +12,7 @@ import torch
 
 from common import add_gradients, tiny_settings, train_gpt, unequal
 from runtime import run
-from runtime.checkpoints import LATEST, find_checkpoint, find_resumed, load_whole_state
+from runtime.checkpoints import LATEST, find_resumed, load_whole_state
 from runtime.checkpoints import read_checkpoint, whole_state, write_checkpoint
 from runtime.ranks import Ranks, RunError, Signals
 from steps import after_step, in_child, kill, lines_of, spoil_a_weight, train_idea
@@ -182,7 +182,7 @@ def test_kill_9_in_a_save_leaves_the_last_good_checkpoint(train, tmp_path, finis
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, call, kill_in_step_6)
         assert in_child(train, save_every=3, keep_checkpoints=1) == -signal.SIGKILL
-    _, saved = find_checkpoint(LATEST, tmp_path / "logs")
+    _, saved = find_resumed(LATEST, tmp_path / "logs")
     assert saved["step"] == LAST_GOOD[call]
     assert unequal(state_in(finished, saved["step"]), saved["state"]) == []
 

@@ -332,16 +332,9 @@ def test_orders_and_the_tables_order_change_no_result() -> None:
     assert unequal(*results) == []
 
 
-@pytest.mark.parametrize(
-    "label, change, message",
-    [
-        ("embed", dict(tied_to="embed"), "embed is tied to embed, which is tied itself"),
-        ("lm_head", dict(every=1), "embed and lm_head must have the same `every`"),
-    ],
-)
-def test_weight_tying_that_would_not_hold_is_refused(label, change: dict, message: str) -> None:
-    table = PARAM_TABLE | {label: replace(PARAM_TABLE[label], **change)}
-    with pytest.raises(ValueError, match=message):
+def test_weight_tying_that_would_not_hold_is_refused() -> None:
+    table = PARAM_TABLE | {"lm_head": replace(PARAM_TABLE["lm_head"], every=1)}
+    with pytest.raises(ValueError, match="embed and lm_head must have the same `every`"):
         NorMuonAndAdam(tiny_gpt().named_parameters(), table, SCATTER_ORDER, WORK_ORDER)
 
 

@@ -237,12 +237,7 @@ def stages_with(i: int, **changes: Any) -> tuple:
 
 # fmt: off
 MISTAKES = {
-    "column": ("LAYERS", layers_with(4, window="shrot"), "layer 4: no window 'shrot'"),
-    "order of layers": ("LAYERS", layers_with(2, add="c3"), "layer 2: no earlier layer keeps 'c3'"),
     "columns together": ("LAYERS", layers_with(6, value_gate=True), "layer 6: .* need attention"),
-    "read by mudd": ("LAYERS", layers_with(7, keep=""), "layer 10: mudd reads c7, which no earlier"),
-    "read elsewhere": ("LAYERS", layers_with(9, keep=""), "no layer keeps c9, which MUDD reads"),
-    "size": ("STAGES", stages_with(2, long=7.5), "stage 2: batch, docs and windows must"),
     "lengths": ("STAGES", stages_with(2, mtp_last=(1,)), "stage 2: mtp_first and mtp_last must"),
     "order of stages": ("STAGES", stages_with(2, until=0.2), "until must rise to 1"),
     "windows": ("STAGES", stages_with(3, long=3), r"must not shrink .YaRN., are \[3, 7, 3, 13\]"),

@@ -1,6 +1,7 @@
-"""runtime/checks.py: settings that cannot run, and a preset's data. The tables: tests/recipe."""
+"""runtime/checks.py: settings that cannot run, a preset's data, memory. The tables: tests/recipe."""
 
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,12 +11,7 @@ from runtime.ranks import RunError
 
 SETTINGS = {
     r"--batch_unit=100 \(stage 1\): \d+ tokens do not divide": dict(batch_unit=100),
-    "steps: at most a million": dict(num_scheduled_iterations=10**6),
-    "--doc_slots=999999": dict(doc_slots=999_999),
-    "--block_size=999999": dict(block_size=999_999),
     "must be a multiple of --val_batch_tokens": dict(val_tokens=2_097_153),
-    "--bos_id=60000: must be below": dict(bos_id=60_000),
-    "so at most 65536": dict(vocab_size=70_000),
     "unknown encoding 'klingon'; there are: bytes, ": dict(encoding="klingon"),
 }
 
@@ -48,3 +44,17 @@ def test_a_presets_data_are_made_whole(tmp_path, monkeypatch):
     (tmp_path / ".fetching").unlink()
     checks.make_default_data(str(tmp_path))
     assert commands == [str(checks.ROOT / "data/local_text.py")] * 5
+
+
+GIB = 2**30
+PROPOSALS = {80: "", 23: "--micro_batches=16 needs about 18.0 GiB", 5: "no --micro_batches needs"}
+
+
+@pytest.mark.parametrize("free", PROPOSALS)
+def test_micro_batches_are_proposed_that_fit_the_card(monkeypatch, free):
+    """On no GPU, by what an H100 took above the state with 8: 24.94 GiB."""
+    monkeypatch.setattr(checks, "state_bytes", lambda _: int(5.53 * GIB))
+    h = train_gpt.Hyperparameters()
+    assert checks.memory(h, 0, 393_216) / GIB == pytest.approx(24.94, rel=0.01)
+    advice = checks.memory_advice(h, SimpleNamespace(), 393_216, 1, free * GIB)
+    assert bool(advice) == bool(PROPOSALS[free]) and PROPOSALS[free] in advice
