@@ -129,7 +129,7 @@ class Hyperparameters:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings or the tables cannot run."""
-        checks.check_layers(LAYERS)
+        checks.check_layers(LAYERS, MUDD_SOURCES, MUDD[1])
         checks.check_stages(STAGES, EXTENSION, FINAL_VALIDATION)
         checks.check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
 

@@ -4,7 +4,8 @@ and for the loss each token's prefix.
 "bytes": token b is the byte b, token 256 is end-of-text. Other names are tiktoken's, such as gpt2.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from data.shards import MAX_TOKEN, DataError, read_shard, write_shard
 
 END_OF_TEXT = "<|endoftext|>"
+MAX_BLANKS = 100_000  # in a row; tiktoken panics at a million that precede other text
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,17 @@ def single_bytes() -> dict[bytes, int]:
 BYTES = Encoding("bytes", 257, 256, bytes_of, text_of_bytes, single_bytes)
 
 
+def split_blanks(text: str) -> Iterator[str]:
+    """The text in parts, cut within each run of more than MAX_BLANKS blanks, after so many."""
+    start = 0
+    if len(text) > MAX_BLANKS:  # spare ordinary documents the search
+        for run in re.finditer(r"\s+", text):
+            for end in range(run.start() + MAX_BLANKS, run.end(), MAX_BLANKS):
+                yield text[start:end]
+                start = end
+    yield text[start:]
+
+
 @lru_cache
 def load_encoding(name: str) -> Encoding:
     """The encoding of that name. Raises DataError if it cannot be loaded or does not fit shards."""
@@ -78,7 +91,8 @@ def load_encoding(name: str) -> Encoding:
         raise DataError(f"encoding {name!r} has ids up to {largest}; {needs}")
 
     def encode(text: str) -> np.ndarray:
-        return np.array(encoding.encode_ordinary(text), dtype=np.uint16)
+        parts = [encoding.encode_ordinary(part) for part in split_blanks(text)]
+        return np.concatenate(parts).astype(np.uint16)
 
     def ordinary() -> dict[bytes, int]:
         return {text: encoding.encode_single_token(text) for text in encoding.token_byte_values()}

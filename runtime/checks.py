@@ -75,14 +75,22 @@ def check_model_sizes(num_heads: int, head_dim: int, model_dim: int) -> None:
 # Tables
 
 
-def check_layers(layers: Iterable[Any]) -> None:
-    """Raise ValueError, naming the layer, for columns of LAYERS that the model would ignore."""
+def check_layers(layers: Iterable[Any], mixed: Iterable[str], read: Iterable[str]) -> None:
+    """Raise ValueError, naming the layer, for columns of LAYERS that the model would ignore, or that
+    read what is not kept. mixed: what a layer with mudd reads; read: what the last layer's output is
+    mixed with."""
+    kept = {"", "c0", "value_embed"}
     has_attention = False  # the layer before has it
     needs_attention = ("value_gate", "paired", "key_offset", "same_input", "mudd")
     for i, layer in enumerate(layers):
         fault = ""
+        missing = {layer.add, *(mixed if layer.mudd else ())} - kept
         if layer.index != i:
             fault = f"its index is {layer.index}"
+        elif layer.window not in ("", "short", "long"):
+            fault = f"no window {layer.window!r}"
+        elif missing:
+            fault = f"no earlier layer keeps {', '.join(sorted(missing))}"
         elif not layer.window and any(getattr(layer, column) for column in needs_attention):
             fault = f"{', '.join(needs_attention)} need attention, so a window"
         elif layer.same_input and not has_attention:
@@ -91,7 +99,10 @@ def check_layers(layers: Iterable[Any]) -> None:
             fault = "mudd has value gates of its own: no value_gate"
         if fault:
             raise ValueError(f"LAYERS, layer {i}: {fault}")
+        kept.add(layer.keep)
         has_attention = bool(layer.window)
+    if missing := set(read) - kept:
+        raise ValueError(f"LAYERS: no layer keeps {', '.join(sorted(missing))}, which MUDD reads")
 
 
 def check_stages(stages: tuple, extension: Any, final: Any) -> None:

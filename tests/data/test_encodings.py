@@ -9,7 +9,7 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.encodings import decode, encode, load_encoding
+from data.encodings import MAX_BLANKS, decode, encode, load_encoding
 from data.encodings import load_prefixes, prefix_table, save_prefixes
 from data.shards import DataError
 
@@ -26,6 +26,20 @@ def test_a_tiktoken_encoding_is_used_by_its_name(offer_encoding) -> None:
     assert load_encoding("toy").document("ab").tolist() == [303, 300]
     text = "a<|endoftext|>b"  # spelled out, it is ordinary text
     assert encode(text, "toy") == list(text.encode())
+
+
+@pytest.mark.parametrize("blanks", [" ", "\r\n"])
+def test_a_million_blanks_do_not_overflow(offer_encoding, blanks: str) -> None:
+    """The regular expression of tiktoken 0.14 panics, so that no Exception is raised."""
+    offer_encoding("toy", end_of_text=303)
+    text = "ab " + blanks * (1_200_000 // len(blanks)) + "x"
+    assert decode(encode(text, "toy"), "toy") == text
+
+
+def test_fewer_blanks_are_encoded_in_one_piece(offer_encoding) -> None:
+    encoding = offer_encoding("toy", end_of_text=303)
+    text = "ab ab" + " " * MAX_BLANKS + "ab" + "\n" * 7 + "ab" * 60_000
+    assert encode(text, "toy") == encoding.encode_ordinary(text)
 
 
 def no_network(_: str) -> None:
