@@ -1682,7 +1682,9 @@ def train(
             )
         clock.stop()
         sample = functools.partial(sample_text, manager, plan[-1])
-        run.finish(sample if h.sample_tokens else None)
+        model = manager.model
+        matrices = (model.attn, model.mlp[: len(LAYERS)], model.lm_head)
+        run.finish(val_loss, matrices, sample if h.sample_tokens else None)
 
 
 def main(argv: list[str] | None = None) -> None:

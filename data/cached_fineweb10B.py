@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-from data.encodings import save_prefixes
+from data.encodings import save_tables
 from data.shards import UNFINISHED, DataError, shard_name, verify_shard
 
 REPO = "kjj0/fineweb10B-gpt2"
@@ -85,7 +85,7 @@ def main() -> None:
             tokens += verify_shard(args.output / name)
         shutil.rmtree(parts, ignore_errors=True)
         try:
-            save_prefixes(args.output, "gpt2")
+            save_tables(args.output, "gpt2")
         except DataError as error:  # the shards are whole without it
             print(f"no prefix table yet, training will make it: {error}")
     except (DataError, OSError) as error:

@@ -148,30 +148,49 @@ def prefix_table(encoding: str, vocab_size: int) -> np.ndarray:
     return table
 
 
-def prefixes_path(folder: Path | str, encoding: str) -> Path:
-    return Path(folder, f"prefixes_{encoding}.bin")
+def length_table(encoding: str, vocab_size: int) -> np.ndarray:
+    """The bytes of each token's text: (vocab_size,) int64, 0 for special tokens and padding ids.
+    Raises DataError as load_encoding does."""
+    table = np.zeros(vocab_size, dtype=np.int64)
+    for text, token in load_encoding(encoding).ordinary().items():
+        table[token] = len(text)
+    return table
 
 
-def save_prefixes(folder: Path | str, encoding: str) -> None:
-    """Leave the prefix table beside the shards, unless it is there or all -1.
+def table_path(folder: Path | str, kind: str, encoding: str) -> Path:
+    return Path(folder, f"{kind}_{encoding}.bin")
 
-    A machine without network can then train on them. The file has a shard's format: number k is
-    the prefix of token k, or k if it has none. Raises DataError as load_encoding does; OSError.
+
+def save_tables(folder: Path | str, encoding: str) -> None:
+    """Leave prefix_table and length_table beside the shards, unless they are there or tokens are bytes.
+
+    A machine without network can then train on them. A file has a shard's format: number k belongs
+    to token k, whose prefix is k if it has none. Raises DataError as load_encoding does; OSError.
     """
-    path = prefixes_path(folder, encoding)
-    if path.exists():
+    if encoding == BYTES.name:
         return
-    table = prefix_table(encoding, load_encoding(encoding).vocab_size)
-    if table.max() >= 0:
-        write_shard(path, np.where(table < 0, np.arange(len(table)), table))
+    for kind, make in (("prefixes", prefix_table), ("bytes", length_table)):
+        path = table_path(folder, kind, encoding)
+        if not path.exists():
+            table = make(encoding, load_encoding(encoding).vocab_size)
+            write_shard(path, np.where(table < 0, np.arange(len(table)), table))
+
+
+def load_lengths(folder: Path | str, encoding: str, vocab_size: int) -> np.ndarray:
+    """length_table(encoding, vocab_size), read from `folder` if save_tables left it there."""
+    path = table_path(folder, "bytes", encoding)
+    if not path.exists():
+        return length_table(encoding, vocab_size)
+    found = read_shard(path)
+    return np.pad(found.astype(np.int64), (0, max(0, vocab_size - len(found))))
 
 
 def load_prefixes(folder: Path | str, encoding: str, vocab_size: int) -> np.ndarray:
-    """prefix_table(encoding, vocab_size), read from `folder` if save_prefixes left it there.
+    """prefix_table(encoding, vocab_size), read from `folder` if save_tables left it there.
 
     Raises DataError for a damaged file, or as prefix_table does; OSError.
     """
-    path = prefixes_path(folder, encoding)
+    path = table_path(folder, "prefixes", encoding)
     if not path.exists():
         return prefix_table(encoding, vocab_size)
     found = read_shard(path, vocab_size).astype(np.int64)

@@ -32,7 +32,7 @@ from pyarrow.parquet import ParquetFile
 from tqdm import tqdm
 
 from data.cached_fineweb10B import fetch, hub_errors
-from data.encodings import load_encoding, save_prefixes
+from data.encodings import load_encoding, save_tables
 from data.shards import UNFINISHED, DataError, ShardWriter, has_tokens, shard_name
 from data.shards import load_manifest, save_manifest
 
@@ -179,7 +179,7 @@ def main() -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         progress = load_progress(args.output, recipe)
         if not progress["finished"]:
-            save_prefixes(args.output, args.encoding)
+            save_tables(args.output, args.encoding)
             make_shards(progress, args.output, args.workers)
         tokens = sum(shard[0] for shard in progress["shards"])
         if len(progress["shards"]) < 2:

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.encodings import load_lengths
 from data.shards import TRAIN, VALIDATION, DataError, read_shard, verify_shard
 
 MicroBatch = tuple[Tensor, Tensor, Tensor]  # inputs (T,) int32, targets (T,) int64, cu_seqlens
@@ -121,6 +122,13 @@ def first_documents(folder: str, bos_id: int, tokens: int, count: int) -> list[l
     documents = Documents(path, bos_id, None, crc)
     chosen = np.flatnonzero(documents.lengths >= tokens)[:count].tolist() or [0]
     return [documents.slice(i, i + 1, tokens, tokens)[0].tolist() for i in chosen]
+
+
+def validation_bytes(folder: str, tokens: int, encoding: str, vocab_size: int) -> int:
+    """Bytes of the text of the first `tokens` targets of validation. Raises DataError, OSError."""
+    path, crc = next(iter(shards_in_use(val_pattern(folder)).items()))
+    targets = read_shard(path, vocab_size, crc)[1 : tokens + 1]
+    return int(load_lengths(folder, encoding, vocab_size)[targets].sum())
 
 
 class Batch(NamedTuple):

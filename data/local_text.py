@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from data.encodings import load_encoding, save_prefixes
+from data.encodings import load_encoding, save_tables
 from data.shards import DataError, ShardWriter, has_tokens, shard_name
 from data.shards import load_manifest, save_manifest
 
@@ -140,7 +140,7 @@ def make_shards(args: argparse.Namespace, files: list[Path], recipe: str) -> Non
     save_manifest(args.output, {"tool": TOOL, "recipe": None, "shards": {}})
     for old in args.output.glob("local_*.bin"):
         old.unlink()
-    save_prefixes(args.output, args.encoding)
+    save_tables(args.output, args.encoding)
     shards = {}
     for side in ("train", "val"):
         writer = ShardWriter(args.output, lambda i: shard_name("local", side, i), args.shard_tokens)

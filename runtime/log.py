@@ -55,13 +55,22 @@ def cpu_name() -> str:
     return name[1] if name else platform.processor() or "unknown"
 
 
-def peak_memory(device: torch.device) -> str:
+def peak_memory(device: torch.device) -> tuple[int, str]:
+    """Of this rank: MiB, and in words."""
     if device.type == "cuda":
         allocated = torch.cuda.max_memory_allocated(device) >> 20
         reserved = torch.cuda.max_memory_reserved(device) >> 20
-        return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"peak memory resident: {kib >> 10} MiB"
+        return allocated, f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return resident, f"peak memory resident: {resident} MiB"
+
+
+def figures_text(figures: dict[str, float]) -> str:
+    """The end of a complete log, for programs: a line ---, then a number a line. Readers take what
+    follows the last such line, as a sample may hold one."""
+    digits = {"val_loss": 6, "val_bpb": 6, "peak_memory_MiB": 0, "tokens_per_second": 0, "steps": 0}
+    lines = [f"{name}: {x:.{digits.get(name, 3)}f}" for name, x in figures.items()]
+    return "\n".join(["---", *lines])
 
 
 def log_header(sources: dict[str, str], environment: list[str]) -> str:

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import fetch_ahead
+from data.loader import fetch_ahead, validation_bytes
 from runtime import checkpoints, checks
 from runtime.checkpoints import Checkpoint
-from runtime.clock import Clock
+from runtime.clock import Clock, seconds_since_start
 from runtime.launch import SIGNALS, Signals
-from runtime.log import Log, log_header, machine_facts, peak_memory, settings_text
+from runtime.log import Log, figures_text, log_header, machine_facts, peak_memory, settings_text
 from runtime.ranks import AgreedError, Ranks, RunError, Stopped
 from runtime.sources import RULE, Sources, below_path, changes
 
@@ -471,19 +471,50 @@ class Run:
 
     # The end
 
-    def finish(self, sample: Callable[[], str] | None = None) -> None:
-        """The log's last lines: peak memory, sources imported late, and a sample, if any. Raises
-        RunError if the log or the last checkpoint is lost."""
+    def finish(
+        self, val_loss: float, matrices: tuple[Tensor, ...], sample: Callable[[], str] | None = None
+    ) -> None:
+        """The log's last lines: peak memory, sources imported late, a sample, if any, and figures.
+        val_loss: the last one, in nats. matrices: those that multiply each token. Raises RunError
+        if the log or the last checkpoint is lost."""
         self.signals.in_training = False
         for name, text in self.sources.imported().items():
             if name not in self.logged:
                 self.log.write(f"{below_path(name, text)}\n{RULE}", console=False)
-        self.log.write(peak_memory(self.ranks.device))
+        peak, words = peak_memory(self.ranks.device)
+        peak = max(self.ranks.gather(peak))
+        self.log.write(words)
         if sample and self.ranks.first:
             self.log.write(f"sample, after a prompt from the validation shard:\n{sample()}")
+        if self.not_saved:
+            raise RunError(f"all steps are done, but {self.not_saved}")
+        if self.ranks.first:
+            self.log.write(
+                figures_text(self._figures(val_loss, matrices) | {"peak_memory_MiB": peak})
+            )
         try:
             self.log.close()
         except OSError as error:
             raise RunError(f"all steps are done, but {error}") from error
-        if self.not_saved:
-            raise RunError(f"all steps are done, but {self.not_saved}")
+
+    def _figures(self, val_loss: float, matrices: tuple[Tensor, ...]) -> dict[str, float]:
+        """What programs read of a complete run, by name."""
+        s = self.settings
+        seconds = self.clock.before
+        tokens = self.tokens[-1]
+        figures = {"val_loss": val_loss}
+        try:
+            size = validation_bytes(s.data, s.val_tokens, s.encoding, s.vocab_size)
+            figures["val_bpb"] = val_loss * s.val_tokens / math.log(2) / size
+        except (ValueError, OSError) as error:
+            self.log.show(f"no val_bpb: {error}")
+        figures |= {"train_seconds": seconds, "total_seconds": seconds_since_start()}
+        parameters = sum(param.numel() for param in self.manager.model.parameters())
+        figures |= {"steps": self.last_step, "tokens_M": tokens / 1e6, "params_M": parameters / 1e6}
+        figures["tokens_per_second"] = tokens / seconds
+        device = self.ranks.device
+        if device.type == "cuda" and "H100" in torch.cuda.get_device_name(device):
+            # Of 989 TFLOP/s a GPU: a weight is a multiply and add, once forward and twice backward.
+            flops = 6 * sum(x.numel() for x in matrices) * tokens / seconds
+            figures["mfu_percent"] = 100 * flops / (989e12 * self.ranks.world_size)
+        return figures

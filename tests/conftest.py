@@ -16,10 +16,13 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from hypothesis import settings
+from tiktoken_ext import openai_public
 
 import common  # first: it loads the script that is tested
+from data.encodings import load_encoding
 from data.loader import CHECKED
 from data.shards import write_shard
 from runtime import cpu
@@ -63,3 +66,30 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list]:
         return common.run_ranks(tmp_path_factory.mktemp("ranks"), world_size, function, *args)
 
     return run
+
+
+@pytest.fixture
+def offer_encoding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tiktoken.Encoding]:
+    """offer_encoding(name, end_of_text, ranks): tiktoken knows this encoding and no other.
+
+    It has the regular expression of gpt2, whose vocabulary must not be downloaded here, and by
+    default the merges "ab" -> 300, two blanks -> 301, " ab" -> 302.
+    """
+    merges = {bytes([byte]): byte for byte in range(256)} | {b"ab": 300, b"  ": 301, b" ab": 302}
+
+    def offer(
+        name: str, end_of_text: int | None, ranks: dict[bytes, int] = merges
+    ) -> tiktoken.Encoding:
+        encoding = tiktoken.Encoding(
+            name,
+            pat_str=openai_public.r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens={"<|endoftext|>": end_of_text} if end_of_text else {},
+        )
+        monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: [name])
+        monkeypatch.setattr(tiktoken, "get_encoding", {name: encoding}.__getitem__)
+        load_encoding.cache_clear()
+        return encoding
+
+    yield offer
+    load_encoding.cache_clear()

@@ -1,4 +1,4 @@
-"""What the tests of encodings and of the tools share."""
+"""What the tests of the tools share."""
 
 import sys
 from collections.abc import Callable
@@ -6,37 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import tiktoken
-from tiktoken_ext import openai_public
-
-from data.encodings import load_encoding
-
-
-@pytest.fixture
-def offer_encoding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tiktoken.Encoding]:
-    """offer_encoding(name, end_of_text, ranks): tiktoken knows this encoding and no other.
-
-    It has the regular expression of gpt2, whose vocabulary must not be downloaded here, and by
-    default the merges "ab" -> 300, two blanks -> 301, " ab" -> 302.
-    """
-    merges = {bytes([byte]): byte for byte in range(256)} | {b"ab": 300, b"  ": 301, b" ab": 302}
-
-    def offer(
-        name: str, end_of_text: int | None, ranks: dict[bytes, int] = merges
-    ) -> tiktoken.Encoding:
-        encoding = tiktoken.Encoding(
-            name,
-            pat_str=openai_public.r50k_pat_str,
-            mergeable_ranks=ranks,
-            special_tokens={"<|endoftext|>": end_of_text} if end_of_text else {},
-        )
-        monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: [name])
-        monkeypatch.setattr(tiktoken, "get_encoding", {name: encoding}.__getitem__)
-        load_encoding.cache_clear()
-        return encoding
-
-    yield offer
-    load_encoding.cache_clear()
 
 
 @pytest.fixture

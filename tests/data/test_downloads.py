@@ -90,7 +90,7 @@ def test_only_the_shards_that_are_asked_for_and_missing_are_fetched(hub, shards,
     run(cached_fineweb10B, out, "2")
     assert shards_in(out) == shards
     assert hub.fetched == [VAL, FIRST, "fineweb_train_000002.bin"]
-    assert {path.name for path in out.iterdir()} == {*shards, "prefixes_gpt2.bin"}
+    assert {path.name for path in out.iterdir()} == {*shards, "prefixes_gpt2.bin", "bytes_gpt2.bin"}
 
 
 def test_shards_are_fetched_where_tiktoken_has_no_vocabulary(

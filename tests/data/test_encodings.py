@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.encodings import MAX_BLANKS, decode, encode, load_encoding
-from data.encodings import load_prefixes, prefix_table, save_prefixes
+from data.encodings import load_lengths, load_prefixes, prefix_table, save_tables
 from data.shards import DataError
 
 
@@ -89,11 +89,11 @@ def test_gpt2_prefixes_are_those_of_the_record(monkeypatch) -> None:
     assert hashlib.sha256(table.astype("<i4").tobytes()).hexdigest() == digest
 
 
-def test_prefixes_beside_the_shards_need_no_tiktoken(offer_encoding, monkeypatch, tmp_path) -> None:
+def test_tables_beside_the_shards_need_no_tiktoken(offer_encoding, monkeypatch, tmp_path) -> None:
     offer_encoding("toy", end_of_text=303)
-    save_prefixes(tmp_path, "toy")
-    save_prefixes(tmp_path, "bytes")
-    assert [path.name for path in tmp_path.iterdir()] == ["prefixes_toy.bin"]
+    save_tables(tmp_path, "toy")
+    save_tables(tmp_path, "bytes")
+    assert {path.name for path in tmp_path.iterdir()} == {"bytes_toy.bin", "prefixes_toy.bin"}
     expected = prefix_table("toy", 320)
     assert expected[[300, 301, 302]].tolist() == [97, 32, 32]
     assert (load_prefixes(tmp_path / "none", "toy", 320) == expected).all()
@@ -101,5 +101,8 @@ def test_prefixes_beside_the_shards_need_no_tiktoken(offer_encoding, monkeypatch
     load_encoding.cache_clear()
     found = load_prefixes(tmp_path, "toy", 320)
     assert found.dtype == np.int64 and (found == expected).all()
+    lengths = load_lengths(tmp_path, "toy", 320)
+    assert lengths[[0, 97, 300, 301, 302, 303, 319]].tolist() == [1, 1, 2, 2, 3, 0, 0]
+    assert load_lengths(tmp_path, "bytes", 257).tolist() == [1] * 256 + [0]
     with pytest.raises(DataError, match="cannot load the encoding 'toy'"):
         load_prefixes(tmp_path / "none", "toy", 320)

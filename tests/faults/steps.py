@@ -34,7 +34,8 @@ def train_idea(arguments: list[str]) -> None:
 def lines_of(log: Path) -> str:
     """A log's lines after its header, without times and memory."""
     text = log.read_text().split(f"{RULE}\n")[2]
-    return re.sub(r"(train_time:|step_avg:|resident: )\S+", r"\1", text)
+    varies = "train_time:|step_avg:|resident: |seconds: |per_second: |memory_MiB: "
+    return re.sub(rf"({varies})\S+", r"\1", text)
 
 
 def after_step(patch: pytest.MonkeyPatch, done: int, action: Callable) -> None:

@@ -114,4 +114,4 @@ def test_a_console_that_takes_no_more_ends_nothing(shards, tmp_path, console):
     log = tmp_path / "logs/run.txt"
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (f"log: {log}\n" if "head" in console else "")
-    assert log.read_text().splitlines()[-1].startswith("peak memory resident: ")
+    assert log.read_text().splitlines()[-1].startswith("peak_memory_MiB: ")
