@@ -7,8 +7,8 @@ and the settings; another rule; then lines such as
     step:250/1765 val_loss:4.6145 train_time:8312ms step_avg:33.25ms
     step:251/1765 train_time:8345ms step_avg:33.25ms grad_norm:1.23
 
-A step line may have further `name:value` columns. What is missing or malformed in a log raises
-nothing: RunLog.fault and RunLog.problems say it.
+A step line may have further `name:value` columns. `name: value` lines after the last `---` are
+its figures. What is missing or malformed raises nothing: RunLog.fault and RunLog.problems say it.
 """
 
 import ast
@@ -43,6 +43,7 @@ CUDA_DEVICE = re.compile(r"Properties\(name='([^'\n]+)'(?:[^\n]*?\buuid=([\w-]+)
 # A row of nvidia-smi's table of GPUs: index, name, persistence mode, bus id.
 SMI_GPU = r"^\| +\d+ +(\S[^|\n]*?) +(?:On|Off|N/A) *\| +([\dA-Fa-f:]+\.\d) "
 SMI_ROW = re.compile(SMI_GPU, re.MULTILINE)
+FIGURE = re.compile(r"^(\w+): (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE)
 SHARD = re.compile(r"""(?:^|, )('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+") ([0-9a-f]{8})\b""")
 FACTS = {
     "Python": r"^(?:Running )?Python (\S+)",
@@ -75,6 +76,7 @@ class RunLog:
     times: dict[int, float] = field(default_factory=dict)
     validations: list[tuple[int, float, float]] = field(default_factory=list)  # step, loss, ms
     total: int = 0  # steps of the whole run
+    figures: dict[str, float] = field(default_factory=dict)  # after the last `---`, if any
     fault: str = ""  # why this is not a complete run; empty: it is one
     problems: list[str] = field(default_factory=list)
 
@@ -189,7 +191,10 @@ def parse_log(data: bytes, path: Path = Path("log")) -> RunLog:
         log.fault = "cut short within its environment"
         return log
     log.sources = split_sources(data[: end.start()], log.environment) | late_sources(body)
-    read_steps(body.decode("utf-8", "replace"), log)
+    text = body.decode("utf-8", "replace")
+    _, mark, end = text.rpartition("\n---\n")
+    log.figures = {name: float(value) for name, value in FIGURE.findall(end if mark else "")}
+    read_steps(text, log)
     return log
 
 
@@ -306,7 +311,7 @@ def at_step(log: RunLog, step: int) -> RunLog:
     """The log as if its run had ended at `step`; a fault if there was no validation."""
     kept = [validation for validation in log.validations if validation[0] <= step]
     times = {at: time for at, time in log.times.items() if at <= step}
-    cut = replace(log, validations=kept, times=times, total=step)
+    cut = replace(log, validations=kept, times=times, total=step, figures={})
     # A run that crashed later was complete up to here; a wrong figure stays a fault.
     if log.fault.startswith(("crashed at", "cut short at")) or not log.fault:
         cut.fault = ""

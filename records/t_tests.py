@@ -1,4 +1,4 @@
-"""Statistics of a comparison, by scipy.stats: t-tests, Holm's correction, numbers of runs.
+"""Statistics by scipy.stats: t-tests, Holm's correction, looks at a race, numbers of runs.
 
 Sample means and sample standard deviations. nan: undefined, for fewer than two runs or runs that
 do not differ.
@@ -9,6 +9,7 @@ import math
 import statistics
 from typing import NamedTuple
 
+import numpy as np
 from scipy import stats
 
 P = 0.01  # the significance that a record needs
@@ -17,6 +18,12 @@ CONFIDENCE = 0.95  # the level of intervals
 RANGE = 0.8  # the interval of a difference from which a number of runs is estimated
 LEAST_RUNS = 5  # fewer say too little about σ to estimate how many runs are enough
 MOST_RUNS = 10_000
+# Looks of a race that ends early: after which share of its pairs, rounded up, at which level. The
+# levels add up to P, so without a difference at most so many races end with a verdict (Bonferroni).
+LOOKS = ((5, 12, 0.001), (2, 3, 0.003), (1, 1, 0.006))
+LEAST_POWER = 0.05  # of the last look, below which a race ends early without a verdict
+KEEP, DISCARD, UNDECIDED = 0, 10, 11  # verdicts, as exit codes of race.py
+OPEN = -1  # no verdict yet
 
 
 class Difference(NamedTuple):
@@ -74,10 +81,10 @@ def difference_of(size: float, result) -> Difference:
     return Difference(size, *map(float, figures))
 
 
-def with_error(size: float, error: float, freedom: float) -> Difference:
-    """The t-test of a difference whose standard error was computed elsewhere."""
+def with_error(size: float, error: float, freedom: float, level=CONFIDENCE) -> Difference:
+    """The t-test of a difference whose standard error was computed elsewhere; its interval's level."""
     p = 2 * stats.t.sf(abs(size) / error, freedom)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error
+    half = stats.t.ppf((1 + level) / 2, freedom) * error
     return Difference(size, error, freedom, float(p), float(size - half), float(size + half))
 
 
@@ -100,6 +107,33 @@ def holm(ps: list[float]) -> list[float]:
         least = max(least, min(1.0, (len(order) - rank) * ps[i]))
         corrected[i] = least
     return corrected
+
+
+def looks(pairs: int) -> dict[int, float]:
+    """The level of each look of a race of at most so many pairs, by the pairs that it takes."""
+    if pairs < LEAST_RUNS:
+        return {pairs: P}
+    return {-(-pairs * part // whole): level for part, whole, level in LOOKS}
+
+
+def power_left(found: Difference, n: int, plan: dict[int, float]) -> float:
+    """The chance that the last look shows the difference found after n pairs, were it the true one.
+
+    At the end t has a normal distribution, about: mean t·√(total / n), spread √(coming / total).
+    """
+    total = max(plan)
+    t = abs(found.mean) / found.error
+    least = stats.t.isf(plan[total] / 2, found.freedom * (total - 1) / (n - 1))
+    return stats.norm.cdf((t * math.sqrt(total / n) - least) / math.sqrt(1 - n / total))
+
+
+def decide(found: Difference, n: int, plan: dict[int, float], futility: bool = True) -> int:
+    """KEEP (below 0: better), DISCARD, UNDECIDED or OPEN after n pairs. Figures may be arrays."""
+    shown, ended = found.p < plan[n], n == max(plan)
+    if futility and min(plan) < n < max(plan):
+        ended = power_left(found, n, plan) < LEAST_POWER
+    cases = [shown & (found.mean < 0), shown & (found.mean > 0), ended]
+    return np.select(cases, [KEEP, DISCARD, UNDECIDED], OPEN)
 
 
 def power(size: float, spreads: list[float], n: int, alpha: float) -> float:

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import made_logs
 from made_logs import BANNER, ENVIRONMENT, ROOT, RULE, SOURCES, make_log, public_log, step_lines
 
-from runlog import parse_log, read_log
+from runlog import at_step, parse_log, read_log
 
 TRAPS = (
     RULE,
@@ -55,6 +56,14 @@ def test_what_somebody_prints_beside_the_figures_changes_none():
     for log in (parse_log(make_log(lines=lines)) for lines in (between, beside, *after)):
         assert (log.times, log.validations) == (plain.times, plain.validations)
         assert log.total == 8 and not log.fault
+
+
+def test_figures_follow_the_last_line_of_three_dashes():
+    assert parse_log(make_log()).figures == {} == parse_log(public_log()).figures
+    end = f"{made_logs.END}---\nsteps: 9\n---\nval_loss: 3.2779\ntokens_M: 1e+3\nhost: a: b\nsteps: 8\n"
+    log = parse_log(make_log(end=end))
+    assert log.figures == {"val_loss": 3.2779, "tokens_M": 1000.0, "steps": 8.0}
+    assert not log.fault and at_step(log, 4).figures == {}  # they are the whole run's
 
 
 @pytest.mark.parametrize("kernels", [False, True])

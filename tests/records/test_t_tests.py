@@ -9,6 +9,7 @@ from scipy import stats
 import made_logs  # noqa: F401, which finds records/
 
 import plan
+import simulate_race
 import t_tests
 from t_tests import P
 
@@ -54,6 +55,39 @@ def test_so_many_runs_reach_p_with_the_chance_computed(spreads, alpha):
     power = t_tests.power(size, spreads, n, alpha)
     assert np.mean(p < alpha) == pytest.approx(power, abs=0.02) and power >= t_tests.POWER
     assert t_tests.power(size, spreads, n - 1, alpha) < t_tests.POWER
+
+
+@pytest.mark.parametrize("pairs", [2, 4, 5, 6, 7, 12, 100])
+def test_the_levels_of_all_looks_add_up_to_p(pairs):
+    plan = t_tests.looks(pairs)
+    assert sum(plan.values()) == pytest.approx(P) and max(plan) == pairs and min(plan) > 1
+    assert len(plan) == (1 if pairs < 5 else 3) and [*plan] == sorted(plan)
+
+
+@pytest.mark.parametrize("t, verdict", [(-5, 0), (5, 10), (-2.5, -1), (2.5, -1), (-1.5, 11)])
+def test_the_second_look_also_ends_what_will_show_nothing(t, verdict):
+    found = t_tests.with_error(0.01 * t, 0.01, 7)
+    plan = t_tests.looks(12)
+    assert t_tests.decide(found, 8, plan) == verdict
+    assert t_tests.decide(found, 8, plan, futility=False) == (-1 if verdict == 11 else verdict)
+    # The chance that four more such pairs show the difference, their σ being the eight's.
+    sigma, random = 0.01 * 8**0.5, np.random.default_rng(0)
+    means = (8 * found.mean + random.normal(4 * found.mean, 2 * sigma, 100_000)) / 12
+    least = stats.t.isf(plan[12] / 2, 11) * sigma / 12**0.5
+    expected = np.mean(means * np.sign(t) > least)
+    assert t_tests.power_left(found, 8, plan) == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize("correlation, test", simulate_race.KINDS)
+def test_simulated_races_are_tested_as_real_ones_and_rarely_wrong(correlation, test, monkeypatch):
+    monkeypatch.setattr(simulate_race, "RACES", 20_000)
+    a, b = simulate_race.losses(correlation, 1)
+    found = simulate_race.difference(a, b, test)
+    real = t_tests.paired if test == "pairs" else t_tests.different
+    one = real([*map(float, a[7])], [*map(float, b[7])])
+    assert [x[7] for x in found[:2]] == pytest.approx(one[:2], abs=1e-9)
+    assert found.p[7] == pytest.approx(one.p)
+    assert "%" in simulate_race.row(correlation, test, 0)  # raises for too many false verdicts
 
 
 def test_plan_on_the_command_line(tmp_path, capsys):
