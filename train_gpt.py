@@ -619,7 +619,7 @@ def attention(
 
 class GPT(nn.Module):
     """The model that LAYERS describes. All attention matrices are one parameter, all MLP matrices
-    another: the banks. param.label is the parameter's row in PARAM_TABLE. The forward pass computes
+    another: the banks. A parameter's name is its row in PARAM_TABLE. The forward pass computes
     in the parameters' dtype: bf16, or what .float() or .double() make of it."""
 
     def __init__(self, h: Hyperparameters, prefixes: Any = None, fp8: bool = True):
@@ -658,8 +658,6 @@ class GPT(nn.Module):
         self.mudd_b = parameter(2, outputs)  # (2, 14)
         self.lm_head = parameter(dim, vocab)  # (dim, vocab), stored transposed like its gradient
         self.embed = parameter(vocab, dim)  # (vocab, dim)
-        for label, param in self.named_parameters():
-            param.label = label
         signs = torch.empty(SIGN_ROWS, self.bigram_embed.size(1), dtype=torch.bfloat16)
         self.register_buffer("bigram_signs", signs)
         table = torch.full((vocab,), -1)
@@ -1681,10 +1679,9 @@ def train(
                 f"train_time:{clock.ms():.0f}ms step_avg:{clock.ms() / (step + 1):.2f}ms"
             )
         clock.stop()
-        sample = functools.partial(sample_text, manager, plan[-1])
         model = manager.model
         matrices = (model.attn, model.mlp[: len(LAYERS)], model.lm_head)
-        run.finish(val_loss, matrices, sample if h.sample_tokens else None)
+        run.finish(val_loss, matrices, functools.partial(sample_text, manager, plan[-1]))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -456,7 +456,7 @@ def _residual_sum_cpu(branch: Tensor, *terms: Pair) -> Tensor:
 
 
 class _ResidualSum(torch.autograd.Function):
-    """Faster: a weight's gradient is one dot product, and sums are made in place."""
+    """Faster: one node of autograd, whose sums are made in place."""
 
     @staticmethod
     def forward(ctx, branch: Tensor, *both: Tensor) -> Tensor:
@@ -472,7 +472,7 @@ class _ResidualSum(torch.autograd.Function):
         n = len(ctx.saved_tensors) // 2
         weights, xs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         parts = [grad[:, : x.size(1)] for x in xs]
-        sums = [torch.dot(g.reshape(-1), x.reshape(-1)) for g, x in zip(parts, xs)]
+        sums = [(g * x).sum() for g, x in zip(parts, xs)]
         return grad, *sums, *(weight * g for weight, g in zip(weights, parts))
 
 

@@ -149,8 +149,7 @@ def prefix_table(encoding: str, vocab_size: int) -> np.ndarray:
 
 
 def length_table(encoding: str, vocab_size: int) -> np.ndarray:
-    """The bytes of each token's text: (vocab_size,) int64, 0 for special tokens and padding ids.
-    Raises DataError as load_encoding does."""
+    """The bytes of each token's text: (vocab_size,) int64, 0 for special tokens and padding ids."""
     table = np.zeros(vocab_size, dtype=np.int64)
     for text, token in load_encoding(encoding).ordinary().items():
         table[token] = len(text)

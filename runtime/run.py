@@ -472,7 +472,7 @@ class Run:
     # The end
 
     def finish(
-        self, val_loss: float, matrices: tuple[Tensor, ...], sample: Callable[[], str] | None = None
+        self, val_loss: float, matrices: tuple[Tensor, ...], sample: Callable[[], str]
     ) -> None:
         """The log's last lines: peak memory, sources imported late, a sample, if any, and figures.
         val_loss: the last one, in nats. matrices: those that multiply each token. Raises RunError
@@ -484,7 +484,7 @@ class Run:
         peak, words = peak_memory(self.ranks.device)
         peak = max(self.ranks.gather(peak))
         self.log.write(words)
-        if sample and self.ranks.first:
+        if self.settings.sample_tokens and self.ranks.first:
             self.log.write(f"sample, after a prompt from the validation shard:\n{sample()}")
         if self.not_saved:
             raise RunError(f"all steps are done, but {self.not_saved}")
