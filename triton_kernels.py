@@ -1715,7 +1715,7 @@ def _block_of(matrix, row, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_block(block, pair, end, BLOCK: tl.constexpr, eviction: tl.constexpr = ""):
+def _load_block(block, pair, end, BLOCK: tl.constexpr, eviction: tl.constexpr):
     """Logits or words of BLOCK columns from a pair of columns on; none from `end` on."""
     N: tl.constexpr = block.shape[1]
     at = pair * (2 * N // BLOCK)
@@ -1787,10 +1787,10 @@ def _sum_item(
     block = _block_of(logits, row, V, BLOCK)
     sums = tl.zeros((ROWS, BLOCK // 2), tl.float32)
     first = part * (WIDTH // 2)
-    ahead = _load_block(block, first, end, BLOCK)
+    ahead = _load_block(block, first, end, BLOCK, "")
     for pair in range(first, tl.cdiv(end, 2), BLOCK // 2):
         even, odd = _pairs(ahead)
-        ahead = _load_block(block, pair + BLOCK // 2, end, BLOCK)
+        ahead = _load_block(block, pair + BLOCK // 2, end, BLOCK, "")
         c = 2 * (pair + tl.arange(0, BLOCK // 2))[None, :]
         sums = tl.where((c < V) | WHOLE, _add_exp2(_tanh(even, EXACT), sums), sums)
         sums = tl.where((c + 1 < V) | WHOLE, _add_exp2(_tanh(odd, EXACT), sums), sums)
