@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel here: its kernels compile elsewhere")
 
+import checks
 import triton_kernels as tk
 from bench import kernels as bench
 
@@ -75,6 +76,16 @@ def test_a_single_token_compiles(paired: bool, offset: bool) -> None:
     assert len(launches) == 3
     for launch in launches[: 2 if paired or offset else 3]:
         assert bench.compiled(launch, 90).ptx
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+@pytest.mark.parametrize("T, V", checks.FP8_LOSS_SHAPES)
+def test_shapes_of_the_loss_that_a_gpu_checks_compile(T: int, V: int, K: int) -> None:
+    new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device="meta")
+    inputs = new(BF16, T, V), new(torch.int64, T, K), new(torch.float32, K)
+    with bench.recorded_launches(90) as launches:
+        tk.loss_and_fp8_gradient(*inputs, 1.0)
+    assert bench.compiled(launches[0], 90).ptx
 
 
 @pytest.mark.parametrize("name", ["XXT", "relu_squared_fp8", "relu_squared_backward"])
