@@ -734,9 +734,8 @@ def flash_attention_backward_op(
         documents = (cu_seqlens, cu_seqlens, max_len, max_len)
         random_state = grad.new_zeros(2, dtype=torch.uint64)
         rest = (NO_DROPOUT, False, random_state, grad.new_empty(0))
-        return _fa2_backward(
-            grad, q, k, v, out, lse, *documents, *rest, **_fa2_options(window, scale)
-        )
+        options = _fa2_options(window, scale)
+        return _fa2_backward(grad, q, k, v, out, lse, *documents, *rest, **options)
     dq, dk, dv = _fake_attention_backward(grad, q)
     options = _fa4_options(cu_seqlens, window, scale, max_len) | dict(dq=dq, dk=dk, dv=dv)
     _fa4._flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
@@ -1104,11 +1103,7 @@ gram_op = operator("gram", _empty_gram)(launch_gram)
 multiply_add_op = operator("multiply_add", _like_addend)(launch_multiply_add)
 XXT.kernel("cuda")(lambda X: gram_op(X, False))
 XTX.kernel("cuda")(lambda X: gram_op(X, True))
-
-
-@ba_plus_cAA.kernel("cuda")
-def _ba_plus_cAA_cuda(A: Tensor, beta: float, alpha: float) -> Tensor:
-    return multiply_add_op(A, A, A, alpha, beta, True)
+ba_plus_cAA.kernel("cuda")(lambda A, beta, alpha: multiply_add_op(A, A, A, alpha, beta, True))
 
 
 @aX_plus_BX.kernel("cuda")
@@ -1158,6 +1153,14 @@ def relu_squared_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
     return _ReluSquaredMLP.apply(x, W_fc, W_proj)
 
 
+def _mlp_gradients(ctx, grad: Tensor) -> Triple:
+    x, W_fc, W_proj, r = ctx.saved_tensors
+    grad = _cast(grad, r.dtype)
+    grad_W_proj = r.square().mT @ grad
+    grad_h = (grad @ (2 * W_proj).mT).mul_(r)  # d relu(h)² = 2 relu(h)
+    return tuple(_cast(z, ctx.dtype) for z in (grad_h @ W_fc, grad_h.mT @ x, grad_W_proj))
+
+
 class _ReluSquaredMLP(torch.autograd.Function):
     """The reference. It saves r = relu(x W_fcᵀ) and computes the activation r² again in the backward pass.
 
@@ -1173,17 +1176,7 @@ class _ReluSquaredMLP(torch.autograd.Function):
         ctx.save_for_backward(x, W_fc, W_proj, r)
         return _cast(r.square() @ W_proj, ctx.dtype)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Triple:
-        return _mlp_gradients(ctx, grad)
-
-
-def _mlp_gradients(ctx, grad: Tensor) -> Triple:
-    x, W_fc, W_proj, r = ctx.saved_tensors
-    grad = _cast(grad, r.dtype)
-    grad_W_proj = r.square().mT @ grad
-    grad_h = (grad @ (2 * W_proj).mT).mul_(r)  # d relu(h)² = 2 relu(h)
-    return tuple(_cast(z, ctx.dtype) for z in (grad_h @ W_fc, grad_h.mT @ x, grad_W_proj))
+    backward = staticmethod(_mlp_gradients)
 
 
 # Chips with an H100's shared memory (H100, H200, B200) also have the tensor memory accelerator (TMA), which
@@ -1304,6 +1297,12 @@ def _fake_relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tenso
 relu_squared_op = operator("relu_squared", _fake_relu_squared)(launch_relu_squared)
 
 
+def _fused_mlp_gradients(ctx, grad: Tensor) -> Triple:
+    x, W_fc, W_proj, activation = ctx.saved_tensors
+    grad_h = relu_squared_op(grad, W_proj, activation)
+    return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
+
+
 class _FusedReluSquaredMLP(torch.autograd.Function):
     """With r = relu(x W_fcᵀ) it saves only the activation a = r², and takes the slope 2r = 2√a from it.
 
@@ -1319,15 +1318,7 @@ class _FusedReluSquaredMLP(torch.autograd.Function):
         ctx.save_for_backward(x, W_fc, W_proj, activation)
         return activation @ W_proj
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Triple:
-        return _fused_mlp_gradients(ctx, grad)
-
-
-def _fused_mlp_gradients(ctx, grad: Tensor) -> Triple:
-    x, W_fc, W_proj, activation = ctx.saved_tensors
-    grad_h = relu_squared_op(grad, W_proj, activation)
-    return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
+    backward = staticmethod(_fused_mlp_gradients)
 
 
 relu_squared_mlp.kernel("cuda")(_FusedReluSquaredMLP.apply)
@@ -2004,11 +1995,7 @@ def _cross_entropy_gradients(ctx, grad, _):
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_lse)
-
-
-@softcapped_cross_entropy.kernel("cuda")
-def _softcapped_cross_entropy_cuda(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    return cross_entropy_op(logits, targets, weights)[0]
+softcapped_cross_entropy.kernel("cuda")(lambda *inputs: cross_entropy_op(*inputs)[0])
 
 
 @loss_and_fp8_gradient.kernel("cuda")
@@ -2090,11 +2077,7 @@ def _head_loss_gradients(ctx, grad, *_):
 
 
 fp8_head_loss_op.register_autograd(_head_loss_gradients, setup_context=_save_head_loss)
-
-
-@fp8_head_loss.kernel("cuda")
-def _fp8_head_loss_cuda(*inputs: Tensor | float, **scales: float) -> Tensor:
-    return fp8_head_loss_op(*inputs, **scales)[0]
+fp8_head_loss.kernel("cuda")(lambda *inputs, **scales: fp8_head_loss_op(*inputs, **scales)[0])
 
 
 # -----------------------------------------------------------------------------
