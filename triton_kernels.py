@@ -292,14 +292,14 @@ def lookup(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
     return [F.embedding(tokens, each) for each in (table, *tables)]
 
 
-def token_runs(tokens: Tensor, vocab: int) -> Pair:
-    """Where each token stands: positions sorted by token, and each token's first place among them.
+def token_runs(tokens: Tensor, vocab: int) -> Triple:
+    """Where each token stands: the tokens sorted, their positions, and each token's first place among them.
 
-    The positions are (T,) int64, those of one token in their order; the places (vocab + 1,) int32.
+    (T,) int32; (T,) int64, those of one token in their order; (vocab + 1,) int32.
     """
     found, order = torch.sort(tokens, stable=True)
     ids = torch.arange(vocab + 1, device=tokens.device, dtype=tokens.dtype)
-    return order, torch.searchsorted(found, ids, out_int32=True)
+    return found, order, torch.searchsorted(found, ids, out_int32=True)
 
 
 SCATTER = dict(ROWS=8, BLOCK=256, num_warps=1)  # one warp holds the sums, in registers
@@ -308,8 +308,8 @@ SCATTER_ITEMS = 8  # a program: enough to hide its start, few enough to balance 
 
 @triton.jit
 def scatter_kernel(
-    grad, order, starts, out,  # (T, dim); (T,) int64; (V + 1,) int32; (V, dim)
-    V, dim, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, found, order, starts, out,  # (T, dim); token_runs; (V, dim)
+    N, dim, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # N: V, or T with ADD
 ):  # fmt: skip
     """out[v] = Σ grad[order[i]] over starts[v] ≤ i < starts[v + 1]: the gradient of the table's row v.
     With ADD that is added to what out holds, from earlier micro-batches.
@@ -318,17 +318,20 @@ def scatter_kernel(
     often of similar frequency, go to different programs. The most frequent tokens of a BPE are its first,
     and go to the programs that start first.
     Faster: a row is read and written once, in 16 bits: 102 MB for 16384 tokens. PyTorch's zeros in fp32,
-    atomic additions and cast move 510 MB. With ADD, rows without positions are not touched, nearly all of a
-    table of bigrams; autograd would write their zeros and add them.
+    atomic additions and cast move 510 MB. With ADD a row is that of a sorted position, if its run begins
+    there: rows without positions, nearly all of a table of bigrams, are not even visited.
     Must hold: no atomics and one order of summation, so that a run repeats bit for bit; a sum is rounded
     once; without ADD a row without positions is zero.
     """
     across = tl.cdiv(dim, BLOCK)
-    for item in tl.range(tl.program_id(0), V * across, tl.num_programs(0)):
-        token = (item // across).to(tl.int64)
+    for item in tl.range(tl.program_id(0), N * across, tl.num_programs(0)):
+        place = item // across
+        token = (tl.load(found + place) if ADD else place).to(tl.int64)
         c = item % across * BLOCK + tl.arange(0, BLOCK)
         start = tl.load(starts + token)
         end = tl.load(starts + token + 1)
+        if ADD:
+            end = tl.where(start == place, end, start)
         row = out + token * dim + c
         if start == end:
             if not ADD:
@@ -346,13 +349,16 @@ def scatter_kernel(
             tl.store(row, total.to(out.dtype.element_ty), mask=c < dim)
 
 
-def launch_scatter(grad: Tensor, order: Tensor, starts: Tensor, out: Tensor, add: bool) -> None:
+def launch_scatter(
+    grad: Tensor, found: Tensor, order: Tensor, starts: Tensor, out: Tensor, add: bool
+) -> None:
     """out (vocab, dim) becomes the gradient of a table, or that is added to it; grad (T, dim) is that of
-    the table's rows; order, starts: token_runs."""
-    items = len(out) * triton.cdiv(out.size(1), SCATTER["BLOCK"])
-    grid = (triton.cdiv(items, SCATTER_ITEMS),)
-    tensors = (grad.contiguous(), order, starts, out)
-    launch(scatter_kernel, grid, *tensors, *out.shape, ADD=add, **SCATTER)
+    the table's rows; found, order, starts: token_runs."""
+    dim = out.size(1)
+    N = len(grad if add else out)
+    grid = (triton.cdiv(N * triton.cdiv(dim, SCATTER["BLOCK"]), SCATTER_ITEMS),)
+    tensors = (grad.contiguous(), found, order, starts, out)
+    launch(scatter_kernel, grid, *tensors, N, dim, ADD=add, **SCATTER)
 
 
 scatter_op = operator("scatter", lambda *_: None, changes=("out",))(launch_scatter)
@@ -363,18 +369,18 @@ class _Lookup(torch.autograd.Function):
     tensor of the table's size in each micro-batch, nearly all zeros, and add that."""
 
     @staticmethod
-    def forward(ctx, table: Tensor, tokens: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    def forward(ctx, table: Tensor, tokens: Tensor, *runs: Tensor) -> Tensor:
         ctx.table = table
-        ctx.save_for_backward(order, starts)
+        ctx.save_for_backward(*runs)
         return F.embedding(tokens, table)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[None, ...]:
         pending = ctx.table.grad
         out = torch.empty_like(ctx.table) if pending is None else pending
         scatter_op(grad, *ctx.saved_tensors, out, pending is not None)
         ctx.table.grad = out
-        return None, None, None, None
+        return 5 * (None,)  # table, tokens, and their runs
 
 
 @lookup.kernel("cuda")
