@@ -512,9 +512,9 @@ class Yarn(nn.Module):
     def fill_table(self) -> None:
         """table[t, j] = (cos, −sin) of position t times frequency j: built in fp32, then rounded."""
         positions = torch.arange(len(self.table), dtype=torch.float32, device=self.table.device)
-        angle = positions[:, None] * self.frequencies.to(self.table.device)  # radians
-        self.table[..., 0] = angle.cos()
-        self.table[..., 1] = -angle.sin()
+        self.frequencies = self.frequencies.to(self.table.device)
+        angle = positions[:, None] * self.frequencies  # radians
+        self.table.copy_(torch.stack((angle.cos(), -angle.sin()), -1))
 
     def extend(self, old_window: int, new_window: int) -> None:
         """The long window goes from old to new, in tokens: slow frequencies stretch, fast ones stay."""
@@ -534,7 +534,7 @@ class Yarn(nn.Module):
         return self
 
     def state(self) -> dict[str, Any]:
-        return {"frequencies": self.frequencies.clone(), "scale": self.scale.item()}
+        return {"frequencies": self.frequencies.to("cpu", copy=True), "scale": self.scale.item()}
 
     def load_state(self, saved: dict[str, Any]) -> None:
         self.frequencies = saved["frequencies"].clone()
