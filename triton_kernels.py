@@ -176,10 +176,22 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def graph_input(x: float | Tensor) -> Tensor:
-    """A number as (1,) fp64 on the CPU, for the model: a new value compiles no graph anew. A tensor stays
-    as it is. (Not 0-dim: a model on a CPU, where it is a factor of a tensor, would be traced twice.)"""
-    return x if isinstance(x, Tensor) else torch.tensor([x], dtype=torch.float64, device="cpu")
+_numbers: dict[int, float] = {}  # by address: what graph_input has put there
+
+
+def graph_input(x: float | Tensor, device: torch.device) -> Tensor:
+    """A number as (1,) fp64 on the model's device: a new value compiles no graph anew. A tensor stays as it
+    is. (Not 0-dim: a model on a CPU, where it is a factor of a tensor, would be traced twice. Not on the
+    CPU beside a GPU: Inductor would load what an operator makes of such an input by 2 bytes at a time.)"""
+    if not isinstance(x, Tensor):
+        number, x = x, torch.full((1,), x, dtype=torch.float64, device=device)
+        _numbers[x.data_ptr()] = number
+    return x
+
+
+def number_of(x: Tensor) -> float:
+    """The number of a graph_input, for which no host waits. Its address is its own while it lives."""
+    return _numbers[x.data_ptr()]
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
@@ -696,12 +708,12 @@ def _fa4_options(cu_seqlens: Tensor, window: Tensor, scale: Tensor, max_len: int
     """What both directions are given. 0 positions to the right of a query: causal."""
     return dict(
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len, max_seqlen_k=max_len,
-        window_size_left=int(window), window_size_right=0, softmax_scale=float(scale),
+        window_size_left=number_of(window), window_size_right=0, softmax_scale=number_of(scale),
     )  # fmt: skip
 
 
 def _fa2_options(window: Tensor, scale: Tensor) -> dict[str, Any]:
-    return dict(scale=float(scale), window_size_left=int(window), window_size_right=0)
+    return dict(scale=number_of(scale), window_size_left=number_of(window), window_size_right=0)
 
 
 def _fake_attention(q: Tensor, *_: Any) -> Pair:
@@ -715,7 +727,7 @@ def flash_attention_op(
     max_len: int, fa4: bool,
 ) -> Pair:  # fmt: skip
     """Attention (P, H, D), and log Σ exp of each query's scores, (H, P) fp32, for the backward pass.
-    window and scale are (1,) on the CPU: inputs of a compiled graph, and no synchronization to read."""
+    window and scale: graph_input."""
     if fa4:
         options = _fa4_options(cu_seqlens, window, scale, max_len)
         out, lse, *_ = _fa4._flash_attn_fwd(q, k, v, return_lse=True, **options)
@@ -816,12 +828,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | Tensor) -
     or better, one without a bias by FlashAttention: 4 where gradients are wanted and flash_attention() has
     turned it on, else 2.
     """
-    scale = graph_input(scale)
+    scale = graph_input(scale, q.device)
     if band.bias is not None:
         return _BandedAttention.apply(q, k, v, band.bias, scale).to(q.dtype)
     fits = q.size(-1) == FA4_HEAD_DIM and len(band.cu_seqlens) <= FA4_SLOTS
     fa4 = _fa4 is not None and fits and torch.is_grad_enabled()
-    numbers = (graph_input(band.window), scale)
+    numbers = (graph_input(band.window, q.device), scale)
     return flash_attention_op(q, k, v, band.cu_seqlens, *numbers, band.max_len, fa4)[0]
 
 
