@@ -509,7 +509,7 @@ class Yarn(nn.Module):
         super().__init__()
         frequencies = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=torch.float32)
         self.frequencies = F.pad(frequencies, (0, head_dim // 4))  # (D/2,) fp32, radians a position
-        self.scale = graph_input(scale)  # multiplies the attention logits
+        self.scale = scale  # multiplies the attention logits; in a graph scale_input
         table = torch.empty(2 * max_tokens, head_dim // 2, 2, dtype=dtype)
         self.register_buffer("table", table, persistent=False)
         self.fill_table()
@@ -517,9 +517,10 @@ class Yarn(nn.Module):
     def fill_table(self) -> None:
         """table[t, j] = (cos, −sin) of position t times frequency j: built in fp32, then rounded."""
         positions = torch.arange(len(self.table), dtype=torch.float32, device=self.table.device)
-        angle = positions[:, None] * self.frequencies.to(self.table.device)  # radians
-        self.table[..., 0] = angle.cos()
-        self.table[..., 1] = -angle.sin()
+        self.frequencies = self.frequencies.to(self.table.device)
+        angle = positions[:, None] * self.frequencies  # radians
+        self.table.copy_(torch.stack((angle.cos(), -angle.sin()), -1))
+        self.scale_input = graph_input(self.scale, self.table.device)
 
     def extend(self, old_window: int, new_window: int) -> None:
         """The long window goes from old to new, in tokens: slow frequencies stretch, fast ones stay."""
@@ -539,11 +540,11 @@ class Yarn(nn.Module):
         return self
 
     def state(self) -> dict[str, Any]:
-        return {"frequencies": self.frequencies.clone(), "scale": self.scale.item()}
+        return {"frequencies": self.frequencies.to("cpu", copy=True), "scale": self.scale}
 
     def load_state(self, saved: dict[str, Any]) -> None:
         self.frequencies = saved["frequencies"].clone()
-        self.scale = graph_input(saved["scale"])
+        self.scale = saved["scale"]
         self.fill_table()
 
 
@@ -606,7 +607,7 @@ def attention(
         v = v + value
     # Paired: row 2t has heads 0 .. H/2−1 of token t, row 2t+1 the other half.
     q, k, v = (z.reshape(T * positions, H // positions, D) for z in (q, k, v))
-    y = attend(q, k, v, L.band, yarn.scale).reshape(T, H, D)
+    y = attend(q, k, v, L.band, yarn.scale_input).reshape(T, H, D)
     if not L.layer.paired:
         wide = at_least_fp32(v.dtype)
         length = (v * v).sum(-1, keepdim=True, dtype=wide).clamp_min(1e-8)
@@ -1468,7 +1469,7 @@ class TrainingManager:
         self.yarn_window = now.yarn_window
         windows = (now.short_window, now.long_window)
         if uses_flash(self.model.embed):
-            windows = map(graph_input, windows)
+            windows = (graph_input(x, self.model.embed.device) for x in windows)
         values = (*now.mtp_weights, now.prefix_weight)
         weights = torch.empty(len(values), device=self.model.embed.device)
         for weight, value in zip(weights, values):  # launches: a copy would keep the host waiting

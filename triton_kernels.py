@@ -176,10 +176,22 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def graph_input(x: float | Tensor) -> Tensor:
-    """A number as (1,) fp64 on the CPU, for the model: a new value compiles no graph anew. A tensor stays
-    as it is. (Not 0-dim: a model on a CPU, where it is a factor of a tensor, would be traced twice.)"""
-    return x if isinstance(x, Tensor) else torch.tensor([x], dtype=torch.float64, device="cpu")
+_numbers: dict[int, float] = {}  # by address: what graph_input has put there
+
+
+def graph_input(x: float | Tensor, device: torch.device) -> Tensor:
+    """A number as (1,) fp64 on the model's device: a new value compiles no graph anew. A tensor stays as it
+    is. (Not 0-dim: a model on a CPU, where it is a factor of a tensor, would be traced twice. Not on the
+    CPU beside a GPU: Inductor would load what an operator makes of such an input by 2 bytes at a time.)"""
+    if not isinstance(x, Tensor):
+        number, x = x, torch.full((1,), x, dtype=torch.float64, device=device)
+        _numbers[x.data_ptr()] = number
+    return x
+
+
+def number_of(x: Tensor) -> float:
+    """The number of a graph_input, for which no host waits. Its address is its own while it lives."""
+    return _numbers[x.data_ptr()]
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
@@ -292,14 +304,14 @@ def lookup(table: Tensor, *tables: Tensor, tokens: Tensor) -> list[Tensor]:
     return [F.embedding(tokens, each) for each in (table, *tables)]
 
 
-def token_runs(tokens: Tensor, vocab: int) -> Pair:
-    """Where each token stands: positions sorted by token, and each token's first place among them.
+def token_runs(tokens: Tensor, vocab: int) -> Triple:
+    """Where each token stands: the tokens sorted, their positions, and each token's first place among them.
 
-    The positions are (T,) int64, those of one token in their order; the places (vocab + 1,) int32.
+    (T,) int32; (T,) int64, those of one token in their order; (vocab + 1,) int32.
     """
     found, order = torch.sort(tokens, stable=True)
     ids = torch.arange(vocab + 1, device=tokens.device, dtype=tokens.dtype)
-    return order, torch.searchsorted(found, ids, out_int32=True)
+    return found, order, torch.searchsorted(found, ids, out_int32=True)
 
 
 SCATTER = dict(ROWS=8, BLOCK=256, num_warps=1)  # one warp holds the sums, in registers
@@ -308,8 +320,8 @@ SCATTER_ITEMS = 8  # a program: enough to hide its start, few enough to balance 
 
 @triton.jit
 def scatter_kernel(
-    grad, order, starts, out,  # (T, dim); (T,) int64; (V + 1,) int32; (V, dim)
-    V, dim, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, found, order, starts, out,  # (T, dim); token_runs; (V, dim)
+    N, dim, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # N: V, or T with ADD
 ):  # fmt: skip
     """out[v] = Σ grad[order[i]] over starts[v] ≤ i < starts[v + 1]: the gradient of the table's row v.
     With ADD that is added to what out holds, from earlier micro-batches.
@@ -318,17 +330,20 @@ def scatter_kernel(
     often of similar frequency, go to different programs. The most frequent tokens of a BPE are its first,
     and go to the programs that start first.
     Faster: a row is read and written once, in 16 bits: 102 MB for 16384 tokens. PyTorch's zeros in fp32,
-    atomic additions and cast move 510 MB. With ADD, rows without positions are not touched, nearly all of a
-    table of bigrams; autograd would write their zeros and add them.
+    atomic additions and cast move 510 MB. With ADD a row is that of a sorted position, if its run begins
+    there: rows without positions, nearly all of a table of bigrams, are not even visited.
     Must hold: no atomics and one order of summation, so that a run repeats bit for bit; a sum is rounded
     once; without ADD a row without positions is zero.
     """
     across = tl.cdiv(dim, BLOCK)
-    for item in tl.range(tl.program_id(0), V * across, tl.num_programs(0)):
-        token = (item // across).to(tl.int64)
+    for item in tl.range(tl.program_id(0), N * across, tl.num_programs(0)):
+        place = item // across
+        token = (tl.load(found + place) if ADD else place).to(tl.int64)
         c = item % across * BLOCK + tl.arange(0, BLOCK)
         start = tl.load(starts + token)
         end = tl.load(starts + token + 1)
+        if ADD:
+            end = tl.where(start == place, end, start)
         row = out + token * dim + c
         if start == end:
             if not ADD:
@@ -346,13 +361,16 @@ def scatter_kernel(
             tl.store(row, total.to(out.dtype.element_ty), mask=c < dim)
 
 
-def launch_scatter(grad: Tensor, order: Tensor, starts: Tensor, out: Tensor, add: bool) -> None:
+def launch_scatter(
+    grad: Tensor, found: Tensor, order: Tensor, starts: Tensor, out: Tensor, add: bool
+) -> None:
     """out (vocab, dim) becomes the gradient of a table, or that is added to it; grad (T, dim) is that of
-    the table's rows; order, starts: token_runs."""
-    items = len(out) * triton.cdiv(out.size(1), SCATTER["BLOCK"])
-    grid = (triton.cdiv(items, SCATTER_ITEMS),)
-    tensors = (grad.contiguous(), order, starts, out)
-    launch(scatter_kernel, grid, *tensors, *out.shape, ADD=add, **SCATTER)
+    the table's rows; found, order, starts: token_runs."""
+    dim = out.size(1)
+    N = len(grad if add else out)
+    grid = (triton.cdiv(N * triton.cdiv(dim, SCATTER["BLOCK"]), SCATTER_ITEMS),)
+    tensors = (grad.contiguous(), found, order, starts, out)
+    launch(scatter_kernel, grid, *tensors, N, dim, ADD=add, **SCATTER)
 
 
 scatter_op = operator("scatter", lambda *_: None, changes=("out",))(launch_scatter)
@@ -363,18 +381,18 @@ class _Lookup(torch.autograd.Function):
     tensor of the table's size in each micro-batch, nearly all zeros, and add that."""
 
     @staticmethod
-    def forward(ctx, table: Tensor, tokens: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    def forward(ctx, table: Tensor, tokens: Tensor, *runs: Tensor) -> Tensor:
         ctx.table = table
-        ctx.save_for_backward(order, starts)
+        ctx.save_for_backward(*runs)
         return F.embedding(tokens, table)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[None, ...]:
         pending = ctx.table.grad
         out = torch.empty_like(ctx.table) if pending is None else pending
         scatter_op(grad, *ctx.saved_tensors, out, pending is not None)
         ctx.table.grad = out
-        return None, None, None, None
+        return 5 * (None,)  # table, tokens, and their runs
 
 
 @lookup.kernel("cuda")
@@ -731,12 +749,12 @@ def _fa4_options(cu_seqlens: Tensor, window: Tensor, scale: Tensor, max_len: int
     """What both directions are given. 0 positions to the right of a query: causal."""
     return dict(
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len, max_seqlen_k=max_len,
-        window_size_left=int(window), window_size_right=0, softmax_scale=float(scale),
+        window_size_left=number_of(window), window_size_right=0, softmax_scale=number_of(scale),
     )  # fmt: skip
 
 
 def _fa2_options(window: Tensor, scale: Tensor) -> dict[str, Any]:
-    return dict(scale=float(scale), window_size_left=int(window), window_size_right=0)
+    return dict(scale=number_of(scale), window_size_left=number_of(window), window_size_right=0)
 
 
 def _fake_attention(q: Tensor, *_: Any) -> Pair:
@@ -750,7 +768,7 @@ def flash_attention_op(
     max_len: int, fa4: bool,
 ) -> Pair:  # fmt: skip
     """Attention (P, H, D), and log Σ exp of each query's scores, (H, P) fp32, for the backward pass.
-    window and scale are (1,) on the CPU: inputs of a compiled graph, and no synchronization to read."""
+    window and scale: graph_input."""
     if fa4:
         options = _fa4_options(cu_seqlens, window, scale, max_len)
         out, lse, *_ = _fa4._flash_attn_fwd(q, k, v, return_lse=True, **options)
@@ -775,9 +793,8 @@ def flash_attention_backward_op(
         documents = (cu_seqlens, cu_seqlens, max_len, max_len)
         random_state = grad.new_zeros(2, dtype=torch.uint64)
         rest = (NO_DROPOUT, False, random_state, grad.new_empty(0))
-        return _fa2_backward(
-            grad, q, k, v, out, lse, *documents, *rest, **_fa2_options(window, scale)
-        )
+        options = _fa2_options(window, scale)
+        return _fa2_backward(grad, q, k, v, out, lse, *documents, *rest, **options)
     dq, dk, dv = _fake_attention_backward(grad, q)
     options = _fa4_options(cu_seqlens, window, scale, max_len) | dict(dq=dq, dk=dk, dv=dv)
     _fa4._flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
@@ -852,12 +869,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | Tensor) -
     or better, one without a bias by FlashAttention: 4 where gradients are wanted and flash_attention() has
     turned it on, else 2.
     """
-    scale = graph_input(scale)
+    scale = graph_input(scale, q.device)
     if band.bias is not None:
         return _BandedAttention.apply(q, k, v, band.bias, scale).to(q.dtype)
     fits = q.size(-1) == FA4_HEAD_DIM and len(band.cu_seqlens) <= FA4_SLOTS
     fa4 = _fa4 is not None and fits and torch.is_grad_enabled()
-    numbers = (graph_input(band.window), scale)
+    numbers = (graph_input(band.window, q.device), scale)
     return flash_attention_op(q, k, v, band.cu_seqlens, *numbers, band.max_len, fa4)[0]
 
 
@@ -1101,11 +1118,7 @@ gram_op = operator("gram", _empty_gram)(launch_gram)
 multiply_add_op = operator("multiply_add", _like_addend)(launch_multiply_add)
 XXT.kernel("cuda")(lambda X: gram_op(X, False))
 XTX.kernel("cuda")(lambda X: gram_op(X, True))
-
-
-@ba_plus_cAA.kernel("cuda")
-def _ba_plus_cAA_cuda(A: Tensor, beta: float, alpha: float) -> Tensor:
-    return multiply_add_op(A, A, A, alpha, beta, True)
+ba_plus_cAA.kernel("cuda")(lambda A, beta, alpha: multiply_add_op(A, A, A, alpha, beta, True))
 
 
 @aX_plus_BX.kernel("cuda")
@@ -1162,6 +1175,14 @@ def relu_squared_mlp(x: Tensor, W_fc: Tensor, W_proj: Tensor) -> Tensor:
     return _ReluSquaredMLP.apply(x, W_fc, W_proj)
 
 
+def _mlp_gradients(ctx, grad: Tensor) -> Triple:
+    x, W_fc, W_proj, r = ctx.saved_tensors
+    grad = _cast(grad, r.dtype)
+    grad_W_proj = r.square().mT @ grad
+    grad_h = (grad @ (2 * W_proj).mT).mul_(r)  # d relu(h)² = 2 relu(h)
+    return tuple(_cast(z, ctx.dtype) for z in (grad_h @ W_fc, grad_h.mT @ x, grad_W_proj))
+
+
 class _ReluSquaredMLP(torch.autograd.Function):
     """The reference. It saves r = relu(x W_fcᵀ) and computes the activation r² again in the backward pass.
 
@@ -1177,17 +1198,7 @@ class _ReluSquaredMLP(torch.autograd.Function):
         ctx.save_for_backward(x, W_fc, W_proj, r)
         return _cast(r.square() @ W_proj, ctx.dtype)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Triple:
-        return _mlp_gradients(ctx, grad)
-
-
-def _mlp_gradients(ctx, grad: Tensor) -> Triple:
-    x, W_fc, W_proj, r = ctx.saved_tensors
-    grad = _cast(grad, r.dtype)
-    grad_W_proj = r.square().mT @ grad
-    grad_h = (grad @ (2 * W_proj).mT).mul_(r)  # d relu(h)² = 2 relu(h)
-    return tuple(_cast(z, ctx.dtype) for z in (grad_h @ W_fc, grad_h.mT @ x, grad_W_proj))
+    backward = staticmethod(_mlp_gradients)
 
 
 # Chips with an H100's shared memory (H100, H200, B200) also have the tensor memory accelerator (TMA), which
@@ -1308,6 +1319,12 @@ def _fake_relu_squared(x: Tensor, w: Tensor, activation: Tensor | None) -> Tenso
 relu_squared_op = operator("relu_squared", _fake_relu_squared)(launch_relu_squared)
 
 
+def _fused_mlp_gradients(ctx, grad: Tensor) -> Triple:
+    x, W_fc, W_proj, activation = ctx.saved_tensors
+    grad_h = relu_squared_op(grad, W_proj, activation)
+    return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
+
+
 class _FusedReluSquaredMLP(torch.autograd.Function):
     """With r = relu(x W_fcᵀ) it saves only the activation a = r², and takes the slope 2r = 2√a from it.
 
@@ -1323,15 +1340,7 @@ class _FusedReluSquaredMLP(torch.autograd.Function):
         ctx.save_for_backward(x, W_fc, W_proj, activation)
         return activation @ W_proj
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Triple:
-        return _fused_mlp_gradients(ctx, grad)
-
-
-def _fused_mlp_gradients(ctx, grad: Tensor) -> Triple:
-    x, W_fc, W_proj, activation = ctx.saved_tensors
-    grad_h = relu_squared_op(grad, W_proj, activation)
-    return grad_h @ W_fc, grad_h.mT @ x, activation.mT @ grad
+    backward = staticmethod(_fused_mlp_gradients)
 
 
 relu_squared_mlp.kernel("cuda")(_FusedReluSquaredMLP.apply)
@@ -1719,7 +1728,7 @@ def _block_of(matrix, row, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_block(block, pair, end, BLOCK: tl.constexpr, eviction: tl.constexpr = ""):
+def _load_block(block, pair, end, BLOCK: tl.constexpr, eviction: tl.constexpr):
     """Logits or words of BLOCK columns from a pair of columns on; none from `end` on."""
     N: tl.constexpr = block.shape[1]
     at = pair * (2 * N // BLOCK)
@@ -1791,10 +1800,10 @@ def _sum_item(
     block = _block_of(logits, row, V, BLOCK)
     sums = tl.zeros((ROWS, BLOCK // 2), tl.float32)
     first = part * (WIDTH // 2)
-    ahead = _load_block(block, first, end, BLOCK)
+    ahead = _load_block(block, first, end, BLOCK, "")
     for pair in range(first, tl.cdiv(end, 2), BLOCK // 2):
         even, odd = _pairs(ahead)
-        ahead = _load_block(block, pair + BLOCK // 2, end, BLOCK)
+        ahead = _load_block(block, pair + BLOCK // 2, end, BLOCK, "")
         c = 2 * (pair + tl.arange(0, BLOCK // 2))[None, :]
         sums = tl.where((c < V) | WHOLE, _add_exp2(_tanh(even, EXACT), sums), sums)
         sums = tl.where((c + 1 < V) | WHOLE, _add_exp2(_tanh(odd, EXACT), sums), sums)
@@ -2008,11 +2017,7 @@ def _cross_entropy_gradients(ctx, grad, _):
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_lse)
-
-
-@softcapped_cross_entropy.kernel("cuda")
-def _softcapped_cross_entropy_cuda(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    return cross_entropy_op(logits, targets, weights)[0]
+softcapped_cross_entropy.kernel("cuda")(lambda *inputs: cross_entropy_op(*inputs)[0])
 
 
 @loss_and_fp8_gradient.kernel("cuda")
@@ -2094,11 +2099,7 @@ def _head_loss_gradients(ctx, grad, *_):
 
 
 fp8_head_loss_op.register_autograd(_head_loss_gradients, setup_context=_save_head_loss)
-
-
-@fp8_head_loss.kernel("cuda")
-def _fp8_head_loss_cuda(*inputs: Tensor | float, **scales: float) -> Tensor:
-    return fp8_head_loss_op(*inputs, **scales)[0]
+fp8_head_loss.kernel("cuda")(lambda *inputs, **scales: fp8_head_loss_op(*inputs, **scales)[0])
 
 
 # -----------------------------------------------------------------------------

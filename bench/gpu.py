@@ -48,6 +48,7 @@ from bench.settings import fineweb_lengths, longest_cut, markdown, model_paramet
 from data.local_text import find_files, read_text
 from data.shards import write_shard
 from runtime.ranks import Ranks
+from runtime.run import cache_graphs
 from sample import load_script
 from train_gpt import LAYERS, MLP_BANK_LAYERS, MUDD, POLAR_EXPRESS_COEFFICIENTS, STAGES
 from train_gpt import VALUE_LAYERS, Hyperparameters, NorMuon, StepSchedule, make_plan, param_table
@@ -63,6 +64,7 @@ class Bench:
     cache: Path  # shards; stays
     report: Path  # without suffix
     variants: list[str]  # for section ab
+    attention: str  # chosen before the sections, for all of them
 
     @property
     def ranks(self) -> Ranks:
@@ -93,7 +95,12 @@ class Bench:
         return Hyperparameters(**found, log_dir=str(self.scratch / "logs"), **changes)
 
     def manager(self, h: Any, script: ModuleType) -> Any:
+        """The script's model in its manager. Graphs of the recipe come from the cache that its runs
+        fill; a variant's never, as the cache does not see its operators and constants."""
         torch._dynamo.config.recompile_limit = 64
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = False
+        if script is train_gpt:
+            cache_graphs(recipe_sources())
         return script.build(h, self.ranks, longest_cut(h))
 
     @functools.cached_property
@@ -133,6 +140,13 @@ class Bench:
     def between(self, first: Any, second: Any) -> float:
         """Seconds from one mark to another that has passed."""
         return second - first if self.dry else first.elapsed_time(second) / 1000
+
+
+def recipe_sources() -> dict[str, str]:
+    """What a run of the recipe imports of ours: the cache of graphs is one run's for these."""
+    found = train_gpt.SOURCES.imported().items()
+    own = ("bench/", "data/local_text.py")  # imported here alone
+    return {name: text for name, text in found if not name.startswith(own)}
 
 
 END = np.array([256], np.uint16)  # the token with which a document begins
@@ -280,7 +294,7 @@ def environment(bench: Bench) -> tuple[str, Any]:
         facts["CUDA"] = torch.version.cuda
         facts["compute capability"] = torch.cuda.get_device_capability()
     facts["FP8 matmuls in the LM head"] = tk.has_fp8(bench.ranks.device)
-    facts["attention"] = tk.flash_attention()
+    facts["attention"] = bench.attention
     return markdown(["what", "is"], facts.items()), facts
 
 
@@ -524,6 +538,7 @@ def write_report(bench: Bench, results: dict[str, dict]) -> None:
     failed = [name for name, result in results.items() if result["failure"]]
     lines = [f"# {title}, {datetime.date.today()}\n"]
     lines.append(f"By `bench/gpu.py`. Failed: {', '.join(failed) or 'nothing'}.")
+    lines.append(f"Attention: {bench.attention}.")
     for name, result in results.items():
         lines.append(f"\n## {name} ({result['seconds']:.0f} s)\n\n{result['text']}")
     bench.report.with_suffix(".json").write_text(json.dumps(results, indent=1, default=str))
@@ -555,7 +570,8 @@ def main(argv: list[str] | None = None) -> int:
         cache = Path(scratch) if args.dry_run else Path.home() / ".cache/bankrun"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/inductor")
         os.environ.setdefault("TRITON_CACHE_DIR", f"{cache}/triton")
-        bench = Bench(args.dry_run, Path(scratch), cache, args.output / name, args.variant)
+        places = Path(scratch), cache, args.output / name
+        bench = Bench(args.dry_run, *places, args.variant, tk.flash_attention())
         results: dict[str, dict] = {}
         for section in args.section.split(","):
             results[section] = result_of(section, bench)

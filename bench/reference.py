@@ -46,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: tk.Band, scale: Any) -> Tensor
     """FlashAttention 2 of PyTorch; where a band has a bias, SDPA with a mask of all positions."""
     starts, window = band.cu_seqlens, band.window
     if band.bias is None:
-        numbers = (tk.graph_input(window), tk.graph_input(scale), band.max_len)
+        numbers = (*(tk.graph_input(x, q.device) for x in (window, scale)), band.max_len)
         return tk.flash_attention_op(q, k, v, starts, *numbers, fa4=False)[0]
     at = torch.arange(len(q), device=q.device, dtype=starts.dtype)
     document = torch.searchsorted(starts, at, right=True)

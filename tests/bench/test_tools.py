@@ -73,9 +73,13 @@ def test_every_section_of_a_dry_run_passes_and_reports(tmp_path: Path) -> None:
 def test_a_failed_check_is_in_the_report_and_leaves_the_others_their_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls = []
+
     def fails(bench: gpu.Bench) -> tuple:
+        calls.append("section")
         raise RuntimeError("recompiled\nwhat was found")
 
+    monkeypatch.setattr(tk, "flash_attention", lambda: calls.append("attention") or "FA4")
     monkeypatch.setitem(gpu.SECTIONS, "run", fails)
     for name in ("CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # which main sets
@@ -85,6 +89,16 @@ def test_a_failed_check_is_in_the_report_and_leaves_the_others_their_turn(
     assert len(reports) == 2  # the first stays
     text = reports[0].read_text()
     assert "Failed: run." in text and "what was found" in text and "## environment" in text
+    assert "Attention: FA4." in text  # chosen before the first section, for all
+    assert calls == 2 * ["attention", "section"]
+
+
+def test_sections_take_the_graphs_of_a_run() -> None:
+    """Their key holds what a run imports of ours, and nothing of the bench."""
+    code = "import train_gpt; own = train_gpt.SOURCES.imported(); from bench import gpu; "
+    code += "print(own == gpu.recipe_sources() != train_gpt.SOURCES.imported())"
+    done = run_fresh([sys.executable, "-c", code], cwd=ROOT)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_documents_to_time_with_are_as_long_as_finewebs(tmp_path: Path) -> None:

@@ -135,6 +135,16 @@ def test_training_step_holds_the_fused_kernels(gpu_kernels, monkeypatch) -> None
     assert windows == [{"short": 128, "long": 384}[layer.window] for layer in layers]
 
 
+def test_numbers_of_the_schedule_are_where_the_model_is(gpu_kernels) -> None:
+    """An operator with an input on the CPU would cost a graph for a GPU its alignment: all that is
+    computed of the operator's results would be loaded by 2 bytes at a time."""
+    h = short_schedule()
+    model = tiny_gpt().to("meta", BF16)
+    schedule = train_gpt.TrainingManager(model, h).advance_schedule(train_gpt.make_plan(h)[0])
+    found = [x.device.type for x in (*schedule, *vars(model.yarn).values()) if torch.is_tensor(x)]
+    assert len(found) >= 5 and set(found) == {"meta"}
+
+
 # On a CPU, compiled: the same operations in the same order on the same kernels. fp32 results may
 # differ where a graph joins or reorders sums.
 

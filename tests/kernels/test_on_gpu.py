@@ -58,7 +58,7 @@ def test_fp8_is_rounded_to_nearest() -> None:
 
 @fp8_units
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
-@pytest.mark.parametrize("T, V", [(16, 64), (80, 1104), (336, 1152), (2048, 50304)], ids=str)
+@pytest.mark.parametrize("T, V", checks.FP8_LOSS_SHAPES, ids=str)
 def test_loss_in_fp8(T: int, V: int, K: int) -> None:
     for values in VALUES:
         checks.check_loss_in_fp8(T, V, K, BF16, values, "cuda", "cuda")

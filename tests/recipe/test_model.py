@@ -157,6 +157,11 @@ def test_table_is_rounded_once_from_fp32() -> None:
     assert torch.equal(narrow.float().table, wide.table)  # not widened from bf16
 
 
+def test_frequencies_are_where_the_table_is() -> None:
+    """Else each extension would copy them to a GPU, and the host would wait."""
+    assert Yarn(16, POSITIONS, torch.bfloat16).to("meta").frequencies.is_meta
+
+
 def test_extension_follows_yarn() -> None:
     scale = 0.4
     yarn = Yarn(32, POSITIONS, torch.float32, scale)
