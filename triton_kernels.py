@@ -442,18 +442,6 @@ class _RMSNorm(torch.autograd.Function):
 
 
 @has_kernel
-def residual_add(x: Tensor, branch: Tensor) -> Tensor:
-    """x + branch, (T, dim) each."""
-    return x + branch
-
-
-@residual_add.kernel("cuda")
-def _residual_add_cuda(x: Tensor, branch: Tensor) -> Tensor:
-    """With a leading 1 it joins the next norm. A 2-D sum with a matmul becomes an addmm, which copies x."""
-    return (x[None] + branch[None])[0]
-
-
-@has_kernel
 def residual_sum(branch: Tensor, *terms: Pair) -> Tensor:
     """Σ w·x over the terms, plus branch (T, dim). A term has a weight w, 0-dim or (T, 1), and x (T, dim); all
     but the first may have fewer columns, which are the first of dim."""
@@ -462,7 +450,8 @@ def residual_sum(branch: Tensor, *terms: Pair) -> Tensor:
     for weight, other in others:
         missing = x.size(1) - other.size(1)
         x = x + (F.pad(weight * other, (0, missing)) if missing else weight * other)
-    return residual_add(x, branch)
+    # With a leading 1 it joins the next norm: a 2-D sum with a matmul becomes an addmm, which copies x.
+    return (x[None] + branch[None])[0]
 
 
 @residual_sum.kernel(CPU_BF16)

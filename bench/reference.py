@@ -148,7 +148,7 @@ def compile_model(model: Any) -> None:
 # The script
 
 
-KERNELS = (tk.lookup, tk.residual_add, tk.XXT, tk.XTX, tk.ba_plus_cAA, tk.aX_plus_BX)
+KERNELS = (tk.lookup, tk.residual_sum, tk.XXT, tk.XTX, tk.ba_plus_cAA, tk.aX_plus_BX)
 KERNELS += (tk.transpose_add, tk.transpose_copy)
 REPLACED = [function.__wrapped__ for function in KERNELS]  # their references: a line or two each
 REPLACED += [norm, norm_and_rotate_qk, attend, relu_squared_mlp, relu_squared_mlp_fp8]
