@@ -156,10 +156,6 @@ def length_table(encoding: str, vocab_size: int) -> np.ndarray:
     return table
 
 
-def table_path(folder: Path | str, kind: str, encoding: str) -> Path:
-    return Path(folder, f"{kind}_{encoding}.bin")
-
-
 def save_tables(folder: Path | str, encoding: str) -> None:
     """Leave prefix_table and length_table beside the shards, unless they are there or tokens are bytes.
 
@@ -169,7 +165,7 @@ def save_tables(folder: Path | str, encoding: str) -> None:
     if encoding == BYTES.name:
         return
     for kind, make in (("prefixes", prefix_table), ("bytes", length_table)):
-        path = table_path(folder, kind, encoding)
+        path = Path(folder, f"{kind}_{encoding}.bin")
         if not path.exists():
             table = make(encoding, load_encoding(encoding).vocab_size)
             write_shard(path, np.where(table < 0, np.arange(len(table)), table))
@@ -177,7 +173,7 @@ def save_tables(folder: Path | str, encoding: str) -> None:
 
 def load_lengths(folder: Path | str, encoding: str, vocab_size: int) -> np.ndarray:
     """length_table(encoding, vocab_size), read from `folder` if save_tables left it there."""
-    path = table_path(folder, "bytes", encoding)
+    path = Path(folder, f"bytes_{encoding}.bin")
     if not path.exists():
         return length_table(encoding, vocab_size)
     found = read_shard(path)
@@ -185,11 +181,8 @@ def load_lengths(folder: Path | str, encoding: str, vocab_size: int) -> np.ndarr
 
 
 def load_prefixes(folder: Path | str, encoding: str, vocab_size: int) -> np.ndarray:
-    """prefix_table(encoding, vocab_size), read from `folder` if save_tables left it there.
-
-    Raises DataError for a damaged file, or as prefix_table does; OSError.
-    """
-    path = table_path(folder, "prefixes", encoding)
+    """The same of prefix_table. Both raise DataError for a damaged file, or as the table does; OSError."""
+    path = Path(folder, f"prefixes_{encoding}.bin")
     if not path.exists():
         return prefix_table(encoding, vocab_size)
     found = read_shard(path, vocab_size).astype(np.int64)
