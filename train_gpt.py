@@ -10,9 +10,8 @@ a CPU: every kernel against a reference, 1 to 16 ranks against one.
     torchrun --standalone --nproc_per_node=8 train_gpt.py  # by hand; several nodes: docs/running.md
     python train_gpt.py --help                             # every option
 
-In this order: settings, the tables (parameters, layers, scalars, stages), model, LM head and loss,
-update rules, optimizer, schedule, warm-up and validation, the training loop. GPU kernels and their
-references are in triton_kernels.py, shards and batches in data/, log and checkpoints in runtime/.
+First the tables (parameters, layers, scalars, stages), then model, loss, optimizer, schedule, loop.
+Kernels are in triton_kernels.py, shards and batches in data/, log and checkpoints in runtime/.
 """
 
 import functools
@@ -140,13 +139,11 @@ class Hyperparameters:
 DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes",
     bigram_rows=16_384, model_dim=64, num_heads=2, head_dim=32, dtype="float32", compile=False,
-    fp8_head=False, fp8_mlp=False,  # imitated on a CPU, they cost time and gain nothing
     attention_scale=0.28,  # normed queries have length √head_dim: narrow heads make small logits
     num_scheduled_iterations=345, num_extension_iterations=3,
-    batch_unit=72, micro_batches=2, block_size=32,
+    batch_unit=72, micro_batches=2, block_size=32, fp8_head=False, fp8_mlp=False,
     momentum_warmup=1000, muon_lr_scale=1.3, adam_lr_scale=1.5,  # for a short run
-    # A batch has a hundredth of the tokens: these gates' and networks' Adam steps are as noisy.
-    small_lr_scale=0.2, mudd_lr_scale=0.08,
+    small_lr_scale=0.2, mudd_lr_scale=0.08,  # a batch has few tokens: Adam's steps are noise
     val_every=150, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )
 # A tenth of the record preset's steps at full width, to try an idea quickly: docs/running.md.
@@ -1248,9 +1245,8 @@ class NorMuonAndAdam(ShardedParameters):
                 f"gradient; for an unused one add `0 * p.sum()` to the loss"
             )
         # While tied, a leader's follower takes no part of its own: {"lm_head": "embed"}.
-        follower = {}
-        if self.tied:
-            follower = {row.tied_to: label for label, row in self.table.items() if row.tied_to}
+        follower = {row.tied_to: label for label, row in self.table.items() if row.tied_to}
+        follower = follower if self.tied else {}
         active = [label for label in due if label not in follower.values()]
 
         # 1. Launch the reductions.
