@@ -115,6 +115,8 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         self.in_training = False
+        if "RANK" in os.environ:  # it ends now, and what the launcher passes on may still come
+            return
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 

@@ -355,7 +355,7 @@ class Run:
         that nearly all weights hold NaN: none is named."""
         found = f"the training loss is {self.loss} at step {step}"
         if not self.ahead:
-            found += f"; not finite: {self._not_finite() or 'no weight and no gradient'}"
+            found += f"; not finite: {self._not_finite() or 'the loss alone'}"
         advice = "lower the learning rate or look at the last change"
         raise AgreedError(f"{found}; {self._newest_checkpoint()}; {advice}")
 

@@ -76,9 +76,12 @@ SIGNALS = {signal.SIGINT: "2", signal.SIGHUP: "1", signal.SIGUSR1: "2", signal.S
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_run_after_its_step(start, number):
-    """Sent to launcher and ranks alike, as terminals and clusters do: it is one signal."""
+    """Sent to launcher and ranks alike, as terminals and clusters do: it is one signal, also for a
+    rank that has ended its steps when the launcher passes it on."""
     run = start(RANKS=SIGNALS[number])
     run.wait_for("step:2")
+    os.killpg(run.process.pid, number)
+    wait_until(lambda: "stopped after step:" in run.err.read_text(), LONG)
     os.killpg(run.process.pid, number)
     code, printed = run.end()
     assert code == 128 + number
