@@ -1140,15 +1140,10 @@ def gate_logits(x: Tensor, W: Tensor) -> Tensor:
     return F.linear(x[:, : W.size(1)], W)
 
 
+@gate_logits.kernel("cuda")
 @gate_logits.kernel(CPU_BF16)
 @gate_logits.kernel(CPU_FP32)
-def _gate_logits_cpu(x: Tensor, W: Tensor) -> Tensor:
-    """With zeros in W, not a part of x: its gradient would be zeros of all of x, to copy it into."""
-    return F.linear(x, F.pad(W, (0, x.size(1) - W.size(1))))
-
-
-@gate_logits.kernel("cuda")
-def _gate_logits_cuda(x: Tensor, W: Tensor) -> Tensor:
+def _gate_logits_sums(x: Tensor, W: Tensor) -> Tensor:
     """torch.compile fuses these sums with the sigmoid; a matmul takes longer to start than to multiply."""
     terms = _wide(x[:, None, : W.size(1)]) * _wide(W)  # (tokens, outputs, n), never in memory
     return _cast(terms.sum(-1), x.dtype)
