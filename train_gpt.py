@@ -140,11 +140,11 @@ DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes",
     bigram_rows=16_384, model_dim=64, num_heads=2, head_dim=32, dtype="float32", compile=False,
     attention_scale=0.28,  # normed queries have length √head_dim: narrow heads make small logits
-    num_scheduled_iterations=345, num_extension_iterations=3,
-    batch_unit=72, micro_batches=2, block_size=32, fp8_head=False, fp8_mlp=False,
-    momentum_warmup=1000, muon_lr_scale=1.3, adam_lr_scale=1.5,  # for a short run
+    num_scheduled_iterations=220, num_extension_iterations=3,
+    batch_unit=144, micro_batches=2, block_size=32, fp8_head=False, fp8_mlp=False,
+    momentum_warmup=1000, muon_lr_scale=1.3, adam_lr_scale=2.0,  # for a short run
     small_lr_scale=0.2, mudd_lr_scale=0.08,  # a batch has few tokens: Adam's steps are noise
-    val_every=150, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
+    val_every=100, val_tokens=262_144, val_batch_tokens=32_768, sample_tokens=100,
 )
 # A tenth of the record preset's steps at full width, to try an idea quickly: docs/running.md.
 SHORT = dict(

@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_setting_other_data_or_another_schedule(
     early_error_of, checkpoint, make_data, monkeypatch
 ):
     error = early_error_of(resume=checkpoint, adam_lr_scale=0.5)
-    assert "--adam_lr_scale was 1.5, is 0.5" in error
+    assert "--adam_lr_scale was 2.0, is 0.5" in error
     error = early_error_of(resume=checkpoint, data=make_data(tokens=16384))
     assert "shard local_train_000000.bin was" in error
     first, *others = train_gpt.STAGES

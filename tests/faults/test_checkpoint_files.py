@@ -60,7 +60,7 @@ def test_latest_skips_damaged_checkpoints_and_needs_no_option(checkpoint, finish
     for step in (8, 6):
         path = checkpoint.with_name(f"step_00000{step}.pt")
         path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RunError, match="--adam_lr_scale was 1.5, is 0.5"):
+    with pytest.raises(RunError, match="--adam_lr_scale was 2.0, is 0.5"):
         train_idea([*command, "--adam_lr_scale=0.5"])
     capsys.readouterr()
     train_idea(command)
