@@ -185,7 +185,8 @@ def graph_input(x: float | Tensor, device: torch.device) -> Tensor:
     CPU beside a GPU: Inductor would load what an operator makes of such an input by 2 bytes at a time.)"""
     if not isinstance(x, Tensor):
         number, x = x, torch.full((1,), x, dtype=torch.float64, device=device)
-        _numbers[x.data_ptr()] = number
+        if type(x) is Tensor:  # not a FakeTensor, which has no address
+            _numbers[x.data_ptr()] = number
     return x
 
 

@@ -121,14 +121,8 @@ def test_the_number_of_ranks_is_chosen_and_a_failed_ones_exit_code_is_the_runs(s
     done = launch(f"{show}", env=with_variables(RANKS="3", CODE="143"))
     assert (done.returncode, done.stderr) == (143, "")
     assert done.stdout.count("'3', '3', '127.0.0.1'") == 3
-
-
-def test_more_ranks_than_the_machine_bears_are_refused():
-    done = launch(env=with_variables(RANKS="100000"))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert (
-        done.stderr.startswith("error: RANKS=100000: more than ") and done.stderr.count("\n") == 1
-    )
+    done = launch(f"{show}", env=with_variables(RANKS="100000"))
+    assert done.stderr.startswith("error: RANKS=100000: more than ") and done.stdout == ""
 
 
 # The training script

@@ -33,8 +33,8 @@ SHARDED = [label for label, row in PARAM_TABLE.items() if row.comms == "sharded"
 STEPS = 6
 SMALL = dict(
     model_dim=16, num_heads=4, head_dim=4, num_scheduled_iterations=4, momentum_warmup=3,
-    momentum_cooldown=2, micro_batches=8, batch_unit=16, val_every=3, val_tokens=512,
-    val_batch_tokens=256,
+    momentum_cooldown=2, micro_batches=8, batch_unit=16, val_every=3, val_tokens=512, fp8_head=True,
+    val_batch_tokens=256, fp8_mlp=True,
 )  # fmt: skip
 VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {  # (in fp64, settings)
     "fp64": (True, dict()),
