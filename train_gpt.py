@@ -47,7 +47,7 @@ from runtime.run import Run, seed_random
 from runtime.sources import Sources
 from sample import sample_text
 from triton_kernels import (
-    XTX, XXT, Band, aX_plus_BX, attend, ba_plus_cAA, band_bias, cache_sized, flash_attention,
+    XTX, XXT, Band, aX_plus_BX, agree_on_attention, attend, ba_plus_cAA, band_bias, cache_sized,
     fp8_head_loss, fused_on_gpu, gate_logits, graph_input, has_fp8, has_kernel, join_mantissa,
     linear, lookup, norm, norm_and_rotate_qk, quantize_by_largest, relu_squared_mlp,
     relu_squared_mlp_fp8, residual_sum, softcapped_cross_entropy, split_mantissa, transpose_add,
@@ -1608,7 +1608,7 @@ def prepare(run: Run) -> TrainingManager:
     data = ranks.on_all_ranks(check, h.val_tokens, h.val_batch_tokens)
     prefixes = ranks.on_all_ranks(load_prefixes, h.data, h.encoding, h.vocab_size)
     if ranks.device.type == "cuda":
-        arithmetic = f"attention: {flash_attention()}"
+        arithmetic = f"attention: {agree_on_attention(ranks.gather)}"
     else:
         arithmetic = use_cpu(h.compile)
     if h.compile or ranks.device.type == "cuda":

@@ -852,6 +852,16 @@ def flash_attention() -> str:
     return f"FA4 in training (flash-attn-4 {FA4_VERSION}), FA2 in evaluation"
 
 
+def agree_on_attention(gather: Callable[[str], list[str]]) -> str:
+    """flash_attention of all ranks: 4 if all have it, else 2 on all. gather: a text of every rank."""
+    global _fa4
+    said = gather(flash_attention())
+    without = [line for line in said if not line.startswith("FA4")]
+    if without:
+        _fa4 = None
+    return (without or said)[0]
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | Tensor) -> Tensor:
     """masked_attention: softmax(scale · q kᵀ) v over the keys of the band; causal; differentiable.
 

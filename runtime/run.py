@@ -57,7 +57,8 @@ def cache_graphs(sources: dict[str, str]) -> None:
 
     functorch.autograd_cache_allow_custom_autograd_functions = True
     script, *others = sources.values()
-    if re.search(r"custom_op|register_(autograd|fake)|operator\(", script):
+    defines = r"(custom|triton)_op|register_(autograd|fake)|operator\(|library\.|Library\("
+    if re.search(defines, script):
         others.append(script)
     compiler.cache_key_tag = f"{zlib.crc32(''.join(others).encode()):08x}"
 

@@ -235,10 +235,9 @@ def test_an_average_that_its_first_update_makes(train, error_of, monkeypatch, sa
             return extra | ({"average": getattr(self, "average", [])} if saved else {})
 
     monkeypatch.setattr(train_gpt, "TrainingManager", Averaging)
-    if saved:
-        assert "step:8/8 val_loss" in train(save_every=4)
-    else:
-        assert error_of(save_every=4).startswith("Averaging.average holds a tensor (384, 32)")
+    end = train if saved else error_of
+    words = "step:8/8 val_loss" if saved else "Averaging.average holds a tensor (384, 32)"
+    assert words in end(save_every=4)
 
 
 @pytest.mark.parametrize("shape", [(), (1, 8)])
@@ -246,5 +245,5 @@ def test_a_rules_state_that_is_not_by_rows(early_error_of, monkeypatch, shape):
     """As Adafactor's means of columns: another number of ranks could not share it."""
     state = lambda row, rows: {"column": torch.zeros(shape)}
     monkeypatch.setattr(train_gpt.Adam, "initial_state", state)
-    error = early_error_of()
-    assert error.startswith(f"PARAM_TABLE, scalars: the state 'column' has shape {shape}, ")
+    words = f"PARAM_TABLE, scalars: the state 'column' has shape {shape}, "
+    assert early_error_of().startswith(words)

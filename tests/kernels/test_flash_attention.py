@@ -187,3 +187,12 @@ def test_one_graph_serves_all_windows_and_scales(monkeypatch) -> None:
                 assert attend(q, q, q, band, scale).shape == q.shape
     torch._dynamo.reset()
     assert [[node.args[-1] for node in found] for found in nodes] == [[True], [False]]  # FA4
+
+
+def test_all_ranks_have_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node without the package, or on which it fails, takes 4 from all."""
+    monkeypatch.setattr(tk, "_fa4", "the package")
+    monkeypatch.setattr(tk, "flash_attention", lambda: "FA4 here")
+    for others, expected in ((["FA4 of 1"], "FA4 here"), (["FA4 of 1", "FA2"], "FA2")):
+        assert tk.agree_on_attention(lambda own: [own, *others]) == expected
+    assert tk._fa4 is None
