@@ -24,7 +24,7 @@ SHORT = dict(  # a step of each stage and of the extension
 # in the script's module.
 OWN_OPTIMIZER = """
 
-AVERAGES = {"embed": []}
+AVERAGES = {"embed": [torch.zeros(())]}
 UPDATES = 0
 NEWEST = None
 
@@ -41,9 +41,8 @@ class OwnOptimizer(TrainingManager):
         self.own.step()
         super().step_optimizers(now)
         averages = AVERAGES["embed"]
-        if UPDATES == 0:
-            averages.append(self.model.embed.detach().clone())
-        averages[0].lerp_(self.model.embed, 0.1)
+        averages[0].lerp_(self.model.embed.std(), 0.1)
+        averages.append(averages[0].clone())
         UPDATES += 1
         NEWEST = averages[0] if NEWEST is None else NEWEST + averages[0]
         for average, param in zip(self.average, self.model.parameters()):
