@@ -53,15 +53,17 @@ def test_what_is_timed(shards, tmp_path, monkeypatch):
     assert re.search(r"step:8/8 val_loss:\S+ train_time:64000ms step_avg:8000.00ms\n", text)
 
 
-def test_the_figures_at_the_end(shards, tmp_path, offer_encoding, capsys):
-    """Of a text in a small BPE: the same bits per byte as by hand. They end the log and the console,
-    and follow the last line --- whatever a sample holds."""
+@pytest.mark.parametrize("encoding", ["bytes", "toy"])
+def test_the_figures_at_the_end(shards, tmp_path, offer_encoding, capsys, encoding):
+    """Of a text in bytes and in a small BPE: the same bits per byte as by hand. They end the log and
+    the console, and follow the last line --- whatever a sample holds."""
+    text = "ab  ab cab\n" * 90
     offer_encoding("toy", end_of_text=303)
-    encoding = load_encoding("toy")
-    tokens = encoding.document("ab  ab cab\n" * 90)
+    settings = load_encoding(encoding).settings
+    tokens = load_encoding(encoding).document(text)
     for name in ("own_train_000000.bin", "own_val_000000.bin"):
         write_shard(tmp_path / name, tokens if "val" in name else np.tile(tokens, 40))
-    h = tiny_settings(tmp_path, tmp_path, seed=3, block_size=512, **encoding.settings)
+    h = tiny_settings(tmp_path, tmp_path, seed=3, block_size=512, **settings)
     train_gpt.train(h, Ranks(0, 1, CPU), Signals())
     log = (tmp_path / "logs/run.txt").read_text()
     figures = log.rpartition("\n---\n")[2]
@@ -70,7 +72,7 @@ def test_the_figures_at_the_end(shards, tmp_path, offer_encoding, capsys):
     assert names == (*FIGURES.split(), "peak_memory_MiB")
     found = dict(zip(names, map(float, values)))
     assert f"val_loss:{found['val_loss']:.4f}" in log
-    size = len(encoding.decode(tokens[1 : h.val_tokens + 1].tolist()).encode())
+    size = len(load_encoding(encoding).decode(tokens[1 : h.val_tokens + 1].tolist()).encode())
     bits = found["val_loss"] * h.val_tokens / math.log(2)
     assert found["val_bpb"] == pytest.approx(bits / size, abs=2e-6)
     assert found["total_seconds"] > found["train_seconds"] > 0 and found["steps"] == 8
