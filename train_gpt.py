@@ -128,7 +128,7 @@ class Hyperparameters:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings or the tables cannot run."""
-        checks.check_layers(LAYERS, MUDD_SOURCES, MUDD[1])
+        checks.check_layers(LAYERS)
         checks.check_stages(STAGES, EXTENSION, FINAL_VALIDATION)
         checks.check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
 
@@ -1206,18 +1206,11 @@ class NorMuonAndAdam(ShardedParameters):
     own state stays at zero. `split_tied` ends weight tying.
     """
 
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        param_table: dict[str, ParamConfig],
-        scatter_order: Iterable[str],
-        work_order: Iterable[str],
-    ):
-        """named_parameters: (label, parameter) pairs, on their device. Raises ValueError if table or
-        orders do not name each parameter once, or if a parameter cannot be sharded."""
+    def __init__(self, named_parameters: Iterable, param_table: dict, *orders: Iterable[str]):
+        """named_parameters: (label, parameter) pairs, on their device. orders: scatter_order, work_order.
+        Raises ValueError if table or orders do not name each parameter once, or if one cannot be sharded."""
         params = dict(named_parameters)
-        self.scatter_order = tuple(scatter_order)
-        self.work_order = tuple(work_order)
+        self.scatter_order, self.work_order = map(tuple, orders)
         checks.check_optimizer(params, param_table, self.scatter_order, self.work_order)
         super().__init__(params, param_table)
         self.tied = True  # until split_tied
