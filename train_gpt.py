@@ -133,8 +133,7 @@ class Hyperparameters:
         checks.check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
 
 
-# What a machine without a GPU trains in a minute or two: the same topology and schedule, small
-# widths, bytes as tokens.
+# A minute or two on a machine without a GPU: the same topology and schedule, small widths, bytes.
 # fmt: off
 DEMO = dict(
     data="data/local", vocab_size=257, bos_id=256, encoding="bytes",
@@ -1549,11 +1548,13 @@ def forward_shapes(plan: list[StepSchedule], h: Hyperparameters) -> list[tuple]:
 
 
 def warm_up(manager: TrainingManager, plan: list[StepSchedule], ranks: Ranks) -> None:
-    """Run every shape of these steps, and every kind of update, so that nothing compiles while the
-    clock runs. Discard the manager afterwards: the run builds its own."""
+    """Run every shape and kind of update of these steps: nothing compiles while the clock runs."""
     model = manager.model
     h = manager.h
-    for now, training, tokens in forward_shapes(plan, h):
+    shapes = forward_shapes(plan, h)
+    if not h.compile and ranks.device.type == "cpu":  # the longest pass touches all memory
+        shapes = [max(shapes, key=lambda shape: shape[1:])]
+    for now, training, tokens in shapes:
         model.train(training)
         model.zero_grad()
         schedule = manager.advance_schedule(now)
@@ -1615,8 +1616,7 @@ def prepare(run: Run) -> TrainingManager:
         # A graph for each batch size and mode, on a CPU for each window; an update for each shape.
         torch._dynamo.config.recompile_limit = 64
 
-    # The warm-up has a manager of its own: none of its gradients reaches an optimizer or a moving
-    # average of the run. What it compiles, the second manager uses.
+    # None of its gradients reaches the run, which has a manager of its own and uses what it compiles.
     manager = ranks.on_all_ranks(build, h, ranks, data.longest, prefixes)
     run.open(manager, data.shards, [arithmetic])
     run.announce(manager)

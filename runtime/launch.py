@@ -148,9 +148,10 @@ def end_with_launcher() -> None:
 def start(command: list[str], count: int, ranks: list[subprocess.Popen]) -> None:
     """Add so many ranks to the list, processes of this command."""
     common = {"PYTHONHASHSEED": "0"}  # a set of strings has one order on all ranks
-    rendezvous = {}  # one rank opens no socket
+    # One rank opens no socket; that of an old log's source opens one, on any port.
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if count > 1:
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+        rendezvous["MASTER_PORT"] = f"{free_port()}"
         if "lo" in {name for _, name in socket.if_nameindex()}:  # Linux
             common |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     common |= os.environ  # what the user has set stays

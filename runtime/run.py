@@ -293,10 +293,9 @@ class Run:
     @contextmanager
     def timed_warm_up(self, script: dict[str, Any]) -> Iterator[None]:
         """script: the names of its module. What its code counts or gathers there is put back."""
-        compiled = self.settings.compile or self.ranks.device.type == "cuda"
-        if compiled:
+        if self.settings.compile or self.ranks.device.type == "cuda":
             cache_graphs(self.logged)
-        self.log.show("warm-up: every shape of the schedule" + compiled * ", compiled: minutes")
+            self.log.show("warm-up: every shape of the schedule, compiled: minutes")
         started = time.perf_counter()
         with unchanged(script):
             yield

@@ -34,7 +34,12 @@ BAD_VALUES = {
     "positive": (dict(val_batch_tokens=0), "--val_batch_tokens=0: must be positive"),
     "nan": (dict(adam_lr_scale="nan"), "--adam_lr_scale=nan: must be positive and finite"),
     "choice": (dict(grad_dtype="float16"), "--grad_dtype=float16: must be"),
-    "model": (dict(num_heads=3), "--num_heads=3: must be even"),
+    "heads": (dict(num_heads=3), "--num_heads=3: must be even"),
+    "head": (dict(head_dim=18, model_dim=36), "--head_dim=18: must be a multiple of 4"),
+    "model": (dict(model_dim=48), "--model_dim=48: must be"),
+    "batch": (dict(batch_unit=98), "--batch_unit=98 (stage 1): 784 tokens do not divide"),
+    "validation": (dict(val_tokens=513), "must be a multiple of --val_batch_tokens"),
+    "encoding": (dict(encoding="klingon"), "unknown encoding 'klingon'; there are: bytes, "),
     "run id": (dict(run_id="a/b"), "--run_id='a/b': must be a plain file name"),
     "log folder": (dict(log_dir="/dev/null"), "/dev/null"),
 }

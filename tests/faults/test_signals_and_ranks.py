@@ -71,7 +71,7 @@ def is_alive(pid: int) -> bool:
 # Signals
 
 # On how many ranks.
-SIGNALS = {signal.SIGINT: "2", signal.SIGHUP: "1", signal.SIGUSR1: "2", signal.SIGUSR2: "1"}
+SIGNALS = {signal.SIGINT: "2", signal.SIGHUP: "1", signal.SIGUSR1: "1", signal.SIGUSR2: "1"}
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -2,14 +2,14 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from common import ROOT
+from common import ROOT, run_fresh
 
 TRAIN = f"{ROOT / 'train_gpt.py'}"
 SHOW = """
@@ -20,12 +20,8 @@ sys.exit(int(os.environ.get("CODE", 0)) if os.environ["RANK"] == "1" else 0)
 """
 
 
-def run(command: list[str], **how) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **how)
-
-
-def launch(*arguments: str, **how) -> subprocess.CompletedProcess:
-    return run([sys.executable, f"{ROOT / 'runtime/launch.py'}", *arguments], **how)
+def launch(*arguments: str, **how) -> CompletedProcess:
+    return run_fresh([sys.executable, f"{ROOT / 'runtime/launch.py'}", *arguments], **how)
 
 
 def with_variables(**variables: str) -> dict[str, str]:
@@ -51,7 +47,7 @@ def show(tmp_path: Path) -> Path:
 def test_run_sh_starts_two_ranks_of_a_script_from_any_folder(show):
     """Found in the current folder, with its own folder first on the path, as an extracted log's."""
     command = [f"{ROOT / 'run.sh'}", "show.py", "--a=1", "b c"]
-    done = run(command, cwd=show.parent, env=with_variables())
+    done = run_fresh(command, cwd=show.parent, env=with_variables())
     expected = [
         f"['--a=1', 'b c'] ['{rank}', '{rank}', '2', '2', '127.0.0.1', 'lo'] {show.parent}"
         for rank in (0, 1)
@@ -62,7 +58,7 @@ def test_run_sh_starts_two_ranks_of_a_script_from_any_folder(show):
 
 def test_run_sh_starts_a_tool_as_it_is(tmp_path):
     command = [f"{ROOT / 'run.sh'}", "data/local_text.py", "--help"]
-    done = run(command, cwd=tmp_path, env=with_variables())
+    done = run_fresh(command, cwd=tmp_path, env=with_variables())
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: local_text.py")
 
@@ -100,7 +96,7 @@ def test_run_sh_makes_an_environment_once_and_needs_no_flash_attention(project):
     variables["PATH"] = f"{tools}{os.pathsep}{variables['PATH']}"
     said = []
     for _ in range(2):
-        done = run(["./run.sh", "--a=1"], cwd=project, env=variables)
+        done = run_fresh(["./run.sh", "--a=1"], cwd=project, env=variables, timeout=300)
         assert done.stdout == f"{project}/.venv/bin/python --a=1\n", done.stderr
         said += done.stderr.splitlines()
     assert "lacks torch 99.0: installing into .venv" in said[0]

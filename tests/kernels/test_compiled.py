@@ -69,12 +69,6 @@ def test_a_single_token_compiles(paired: bool, offset: bool) -> None:
         assert bench.compiled(launch, 90).ptx
 
 
-def test_adding_to_a_table_visits_positions_and_not_its_rows() -> None:
-    """16,384 positions, 754,560 rows of bigrams, in 192 dims: one block of columns."""
-    launch = bench.launch_of(bench.cases()["scatter, added, bigrams"], 90)
-    assert launch.grid == (16384 // tk.SCATTER_ITEMS,)
-
-
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
 @pytest.mark.parametrize("T, V", checks.FP8_LOSS_SHAPES)
 def test_shapes_of_the_loss_that_a_gpu_checks_compile(T: int, V: int, K: int) -> None:

@@ -12,60 +12,10 @@ import train_gpt
 import triton_kernels
 from common import TOLERANCE64, U16, U32, bits, int32, normal, random_batch, tiny_gpt, trunk
 from train_gpt import (
-    GPT, LAMBDAS, LAYERS, PARAM_TABLE, ForwardSchedule, Layer, Yarn, hash_bigrams, sign_rows,
+    GPT, LAMBDAS, LAYERS, PARAM_TABLE, ForwardSchedule, Yarn, hash_bigrams, sign_rows,
 )  # fmt: skip
-from triton_kernels import Band, band_bias
 
 F64 = torch.float64
-
-# -----------------------------------------------------------------------------
-# One layer's attention
-
-
-def run_attention(
-    paired: bool, key_offset: bool, with_value: bool, window: int
-) -> tuple[Tensor, Tensor]:
-    """(attention, the naive one), in fp64, on the same random weights."""
-    T, H, D = 45, 4, 8
-    dim = H * D
-    x = normal("x", (T, dim)).double()
-    W_qkv = normal("W_qkv", (3 * dim, dim)).double()
-    W_o = normal("W_o", (dim, dim)).double()
-    gate = normal("gate", (H, 12)).double()
-    value = normal("value", (T, H, D)).double() if with_value else None
-    alpha = normal("alpha", (H,)).double()
-    cu_seqlens = int32(0, 11, 12, 30, T, T)
-    p = 2 if paired else 1
-    band = Band(p * cu_seqlens, window, p * T, band_bias(p * cu_seqlens, p * T, window, F64))
-    layer = Layer(0, "short", paired, key_offset)
-    one = torch.ones((), dtype=F64)
-    views = dict.fromkeys(train_gpt.LayerViews._fields) | dict(layer=layer, W_qkv=W_qkv, W_o=W_o)
-    views |= dict(
-        qkv_scale=one, o_scale=one, head_gate=gate, xsa=torch.tanh(alpha)[None], band=band
-    )
-    yarn = Yarn(D, 64, F64, 0.3)
-    out = train_gpt.attention(x, train_gpt.LayerViews(**views), one, value, yarn)
-    how = (naive_model.frequencies(D), 0.3, cu_seqlens, window, paired, key_offset)
-    return out, naive_model.layer_attention(x, W_qkv, W_o, gate, value, alpha, *how)
-
-
-KINDS = {  # (paired, key_offset, with_value, window)
-    "plain": (False, False, False, 20),
-    "plain, value": (False, False, True, 20),
-    "offset": (False, True, False, 20),
-    "offset, value": (False, True, True, 20),
-    "paired": (True, False, False, 33),
-    "paired, value": (True, False, True, 33),
-    "paired, narrow": (True, False, True, 7),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_the_naive_one(kind: str) -> None:
-    out, expected = run_attention(*KINDS[kind])
-    # Tables are fp32: sines of two libraries may differ in the last bit.
-    assert (out - expected).abs().max() <= 20 * U32 * expected.abs().max()
-
 
 # -----------------------------------------------------------------------------
 # Bigrams
@@ -106,26 +56,6 @@ def test_sign_rows_tell_bigrams_apart_that_share_a_row() -> None:
     assert sign_rows(first)[1] != sign_rows(second)[1]
 
 
-def test_gradients_reach_the_rows_that_were_looked_up_and_no_others() -> None:
-    """Of bigrams: across the starts of documents too. Of value embeddings: in all layers' parts."""
-    model = tiny_gpt(F64)
-    inputs, targets, cu_seqlens, schedule = batch()
-    model(inputs, targets, cu_seqlens, schedule).backward()
-    tokens = inputs.tolist()
-    rows = len(model.bigram_embed)
-    looked_up = {
-        "bigram_embed": {naive_model.bigram_row(tokens, t, rows) for t in range(T)},
-        "value_embeds": {*tokens},
-        "embed": {*tokens},
-    }
-    assert 0.8 * T < len(looked_up["bigram_embed"]) < rows / 2
-    for label, expected in looked_up.items():
-        touched = getattr(model, label).grad.any(1).nonzero().flatten()
-        assert {*touched.tolist()} == expected, label
-    parts = model.value_embeds.grad[sorted({*tokens})].split(model.model_dim, 1)
-    assert len(parts) == 5 and all(part.any(1).all() for part in parts)
-
-
 # -----------------------------------------------------------------------------
 # Rotary positions and YaRN
 
@@ -155,11 +85,6 @@ def test_table_is_rounded_once_from_fp32() -> None:
     wide = Yarn(16, POSITIONS, torch.float32)
     assert torch.equal(narrow.table, wide.table.bfloat16())
     assert torch.equal(narrow.float().table, wide.table)  # not widened from bf16
-
-
-def test_frequencies_are_where_the_table_is() -> None:
-    """Else each extension would copy them to a GPU, and the host would wait."""
-    assert Yarn(16, POSITIONS, torch.bfloat16).to("meta").frequencies.is_meta
 
 
 def test_extension_follows_yarn() -> None:
@@ -194,12 +119,10 @@ PREFIXES = {token: token // 3 for token in range(120) if token % 4}
 TABLE = [PREFIXES.get(token, -1) for token in range(120)]
 
 
-def forward_schedule(mtp: list[float] = MTP) -> ForwardSchedule:
-    return ForwardSchedule(torch.tensor(mtp), SHORT, LONG, prefix_weight=torch.tensor([PREFIX]))
-
-
 def batch() -> tuple:
-    return *random_batch(T, 120, STARTS), forward_schedule()
+    prefix_weight = torch.tensor([PREFIX])
+    schedule = ForwardSchedule(torch.tensor(MTP), SHORT, LONG, prefix_weight=prefix_weight)
+    return *random_batch(T, 120, STARTS), schedule
 
 
 def naive_hidden_states(
@@ -242,23 +165,6 @@ def test_model_in_fp64_is_the_naive_model_with_its_gradients() -> None:
     # MUDD's large offsets do not learn, and network 1 has five.
     fixed = [(row == 0).nonzero().flatten().tolist() for row in model.mudd_b.grad]
     assert fixed == [[6, 7, 8, 9, 12, 13], [1, *range(5, 14)]]
-
-
-@pytest.mark.parametrize("tokens", [3, T])
-@pytest.mark.parametrize("mtp", [[1.0], [1.0, 0.5, 0.125]], ids=len)
-def test_training_loss_is_the_sum_over_tokens_and_targets_that_exist(
-    mtp: list[float], tokens: int
-) -> None:
-    """Of 3 tokens and 3 targets a token: 3 + 2 + 1 terms, and one for each target with a prefix."""
-    model = tiny_gpt(F64, prefixes=TABLE)
-    inputs, targets, cu_seqlens = random_batch(tokens, 120, (0, 1))
-    schedule = forward_schedule(mtp)
-    logits = trunk(model, inputs, cu_seqlens, schedule) @ model.lm_head
-    without = schedule._replace(prefix_weight=None)
-    for given, weight in ((schedule, PREFIX), (without, 0.0)):
-        expected = naive_model.training_loss(logits, targets, mtp, PREFIXES, weight).item()
-        loss = model(inputs, targets, cu_seqlens, given).item()
-        assert loss == pytest.approx(expected, rel=TOLERANCE64)
 
 
 def test_evaluation_loss_is_the_mean_of_the_next_token() -> None:
@@ -326,13 +232,6 @@ def test_every_parameter_has_a_gradient() -> None:
 
 # -----------------------------------------------------------------------------
 # Sizes
-
-
-@pytest.mark.parametrize("change", [dict(head_dim=18, model_dim=36), dict(model_dim=48)], ids=str)
-def test_impossible_sizes_are_refused(change: dict) -> None:
-    sizes = dict(num_heads=2, head_dim=16, model_dim=32) | change
-    with pytest.raises(ValueError, match="--head_dim=18|--model_dim=48"):
-        GPT(train_gpt.Hyperparameters(**sizes))
 
 
 def test_vocabulary_is_padded_to_a_multiple_of_128() -> None:

@@ -121,13 +121,14 @@ def test_steps_of_what_is_common_are_still_the_records() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", "12")
 def test_records_source_trains_and_its_log_holds_it(
-    source: Path, shards: Path, tmp_path: Path
+    source: Path, shards: Path, tmp_path: Path, ranks: str
 ) -> None:
     """By what run.sh starts, with the launch/ and runtime/ that the log brings."""
     given = [x for x in options(shards, tmp_path) if "bigram_rows" not in x]
     command = [sys.executable, ROOT / "runtime/launch.py", source / "train_gpt.py", *given]
-    run = run_fresh(command, env={**os.environ, "RANKS": "2"})
+    run = run_fresh(command, env={**os.environ, "RANKS": ranks})
     assert run.returncode == 0, run.stderr
     log = (tmp_path / "logs/run.txt").read_text()
     assert "step:8/8 val_loss:" in log and (source / "train_gpt.py").read_text() in log

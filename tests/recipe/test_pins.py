@@ -1,5 +1,5 @@
-"""Numbers from outside: the public record's schedule, as its logs have it, the order of the updates,
-and the starts of the weights. An idea that changes the recipe fails here, and that is all right."""
+"""Numbers from outside: the public record's schedule, as its logs have it, and the starts of the
+weights. An idea that changes the recipe fails here, and that is all right."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common import U16
-from train_gpt import PARAM_TABLE, WORK_ORDER, GPT, Hyperparameters, NorMuon, make_plan, split_step
+from train_gpt import GPT, Hyperparameters, make_plan, split_step
 
 # By first step: batch in units of 16,384 tokens; in blocks of 128 tokens the document cut, short
 # and long window, and the long window that YaRN has reached; peak of the rate; MTP weights and the
@@ -41,15 +41,6 @@ def test_every_step_of_the_record_has_its_numbers() -> None:
         assert said.momentum == pytest.approx(momentum, **exact), step
         found = (*said.mtp_weights, said.prefix_weight)
         assert found == pytest.approx(tuple(weights), **exact), step
-
-
-def test_updates_are_in_the_order_that_hides_their_collectives() -> None:
-    """Small parameters while big reductions travel, banks while embeddings are gathered; lm_head is
-    gathered before embed."""
-    sharded = [label for label in WORK_ORDER if PARAM_TABLE[label].comms == "sharded"]
-    assert WORK_ORDER[-len(sharded) :] == tuple(sharded)
-    assert sharded[-2:] == [x for x in sharded if isinstance(PARAM_TABLE[x], NorMuon)]
-    assert sharded.index("embed") == sharded.index("lm_head") + 1
 
 
 def assert_spread(x: Tensor, std: float, largest: float) -> None:

@@ -2,7 +2,8 @@
 ranks."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,18 +15,15 @@ from torch import Tensor
 
 import train_gpt
 import triton_kernels
-from bench.settings import Parameter
 from common import (
     TOLERANCE64, U16, U32, add_gradients, normal, parameters_of, short_schedule, tiny_gpt,
     tiny_settings, unequal,
 )  # fmt: skip
 from runtime.ranks import Ranks, Signals
 from train_gpt import (
-    PARAM_TABLE, Hyperparameters, NorMuonAndAdam, TrainingManager, UpdateArgs, make_plan, param_table,
+    PARAM_TABLE, WORK_ORDER, Hyperparameters, NorMuonAndAdam, TrainingManager, UpdateArgs, param_table,
 )  # fmt: skip
-from traffic import counted, expected_calls
 
-BANKS = [label for label, row in PARAM_TABLE.items() if row.may_pad]
 SHARDED = [label for label, row in PARAM_TABLE.items() if row.comms == "sharded"]
 
 # Six steps, two, one and one in the stages and two more: Adam at odd ones, the split after step 3,
@@ -81,21 +79,15 @@ def whole_run(rank: int, world_size: int, data: Path, name: str) -> dict[str, An
     """train(), as main calls it: what this rank saw, and what it ends with."""
     in_fp64, _ = VARIANTS[name]
     h = settings_of(data, world_size, name)
-    tokens, gradient_sizes, val_losses, traffic, managers = [], [], [], [], []
+    gradient_sizes, traffic, managers = [], [], []
     build = train_gpt.build
     warm_up = train_gpt.warm_up
-    validate = train_gpt.validate
     quantize = triton_kernels.quantize_fp8
-
-    def see_inputs(model: torch.nn.Module, inputs: tuple) -> None:
-        if model.training:
-            tokens.append(inputs[0].clone())
 
     def build_recorded(*args) -> TrainingManager:
         manager = build(*args)
         if in_fp64:
             manager = TrainingManager(manager.model.double(), h)
-        manager.model.register_forward_pre_hook(see_inputs)
         managers.append(manager)
         step_optimizer = manager.optimizer.step
 
@@ -111,12 +103,8 @@ def whole_run(rank: int, world_size: int, data: Path, name: str) -> dict[str, An
     def warm_up_forgotten(*args) -> None:
         if world_size == 2 and name == "fp64":  # once is enough
             warm_up(*args)
-        for record in (tokens, gradient_sizes, traffic):
-            record.clear()
-
-    def validate_recorded(*args) -> float:
-        val_losses.append(validate(*args))
-        return val_losses[-1]
+        gradient_sizes.clear()
+        traffic.clear()
 
     def quantize_recorded(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float8_e5m2:
@@ -126,23 +114,17 @@ def whole_run(rank: int, world_size: int, data: Path, name: str) -> dict[str, An
     with (
         patch.object(train_gpt, "build", build_recorded),
         patch.object(train_gpt, "warm_up", warm_up_forgotten),
-        patch.object(train_gpt, "validate", validate_recorded),
         patch.object(triton_kernels, "quantize_fp8", quantize_recorded),
     ):
         train_gpt.train(h, Ranks(rank, world_size, torch.device("cpu")), Signals())
     manager = managers[-1]
     optimizer = manager.optimizer
     return dict(
-        tokens=tokens,
         gradient_sizes=gradient_sizes,
-        val_losses=val_losses,
         traffic=traffic,
         params=parameters_of(manager.model),
         tied=optimizer.tied,
         state=optimizer.state,
-        pending=list(optimizer.gradients()),
-        padded=optimizer.padded,
-        wide_grads=optimizer.wide_grads,
     )
 
 
@@ -169,14 +151,11 @@ def runs(run_ranks, shards: Path) -> Runs:
     return get
 
 
-def in_order(ranks: list[dict], name: str) -> list:
-    """What was recorded for each micro-batch, in the order of the step: rank by rank, its own."""
-    count = len(ranks[0][name]) // STEPS
-    found = []
-    for step in range(STEPS):
-        for rank in ranks:
-            found += rank[name][step * count : (step + 1) * count]
-    return found
+def gradient_sizes(ranks: list[dict]) -> list[float]:
+    """One for each micro-batch, in the order of the step: rank by rank, its own."""
+    by_rank = [iter(rank["gradient_sizes"]) for rank in ranks]
+    count = len(ranks[0]["gradient_sizes"]) // STEPS
+    return [next(sizes) for _ in range(STEPS) for sizes in by_rank for _ in range(count)]
 
 
 def whole_state(ranks: list[dict], label: str) -> dict[str, Any]:
@@ -195,16 +174,6 @@ def on_one_rank(variant: str) -> str:
 
 
 @runs_of("fp64")
-def test_same_tokens_in_the_same_order_for_every_world_size(runs, variant, world_size) -> None:
-    alone = in_order(runs(1)[on_one_rank(variant)], "tokens")
-    shared = in_order(runs(world_size)[variant], "tokens")
-    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
-    h = settings_of(Path(), 1, variant)
-    expected = sum(now.batch_tokens for now in make_plan(h)[:STEPS])
-    assert sum(map(len, alone)) == expected
-
-
-@runs_of("fp64")
 def test_same_weights_and_state_for_every_world_size(runs, variant, world_size) -> None:
     """The state notices what Adam's scale hides. In fp64: sums in another order differ by 2⁻⁵³,
     Polar Express makes 10³ of it, six steps some more."""
@@ -219,16 +188,6 @@ def test_same_weights_and_state_for_every_world_size(runs, variant, world_size) 
             assert (one - expected).abs().max() <= 1e-9 * expected.abs().max(), (label, name)
 
 
-@runs_of("fp64")
-def test_same_validation_losses_for_every_world_size(runs, variant, world_size) -> None:
-    """Summed in fp32 over two batches of up to 16 micro-batches: 32 roundings at most on either side."""
-    (alone,) = runs(1)[on_one_rank(variant)]
-    assert len(alone["val_losses"]) == 3
-    shared = [rank["val_losses"] for rank in runs(world_size)[variant]]
-    for losses in shared:
-        assert losses == shared[0] and losses == pytest.approx(alone["val_losses"], rel=64 * U32)
-
-
 @runs_of("")
 def test_all_ranks_end_with_the_same_bits(runs, variant, world_size) -> None:
     first, *others = runs(world_size)[variant]
@@ -241,8 +200,8 @@ def test_all_ranks_end_with_the_same_bits(runs, variant, world_size) -> None:
 def test_gradients_reach_the_fp8_head_at_the_same_size(runs, variant, world_size) -> None:
     """Its scale is static: nothing may be divided before it. So the largest gradient of a
     micro-batch is one number."""
-    alone = in_order(runs(1)[on_one_rank(variant)], "gradient_sizes")
-    shared = in_order(runs(world_size)[variant], "gradient_sizes")
+    alone = gradient_sizes(runs(1)[on_one_rank(variant)])
+    shared = gradient_sizes(runs(world_size)[variant])
     assert len(alone) == STEPS * settings_of(Path(), 1, variant).micro_batches
     assert shared == pytest.approx(alone, rel=1e-9)
     # e5m2's smallest number: what a division would come close to
@@ -250,28 +209,7 @@ def test_gradients_reach_the_fp8_head_at_the_same_size(runs, variant, world_size
 
 
 # -----------------------------------------------------------------------------
-# Padding: 16 ranks
-
-
-@pytest.mark.slow
-def test_padding_is_zero_at_the_end_and_has_no_state(runs) -> None:
-    alone, ranks = runs(1)["fp64, padded"][0], runs(16)["fp64, padded"]
-    matrices = [0] * 16
-    for label in BANKS:
-        row = PARAM_TABLE[label]
-        rows = row.as_rows(alone["params"][label])
-        for i, rank in enumerate(ranks):
-            assert rank["params"][label].shape == alone["params"][label].shape
-            assert label not in rank["pending"]
-            matrices[i] += len(rank["state"][label]["momentum_buffer"])
-            for name in ("padded", "wide_grads"):
-                whole = rank[name][label]
-                n = len(whole) - len(rows)
-                padding = whole[:n] if row.pad_front else whole[-n:]
-                assert 0 < n < 16 and len(whole) % 16 == 0 and not padding.any()
-    assert {label for rank in ranks for label in rank["wide_grads"]} == set(BANKS)
-    # Padding in front of one bank, behind the other: no rank is without matrices.
-    assert sum(matrices) == 40 + 24 and min(matrices) > 0
+# Padding
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8, 16, 100])
@@ -319,6 +257,31 @@ def test_every_matrix_has_one_owner(label: str, shape: tuple[int, ...], world_si
 # -----------------------------------------------------------------------------
 # Bytes
 
+Calls = list[tuple[str, int]]  # of each collective, its name and the bytes of the whole tensor
+
+
+@contextmanager
+def counted() -> Iterator[Calls]:
+    """Within the block, the list grows by every collective that the recipe asks for."""
+    calls: Calls = []
+
+    def counting(owner: object, name: str, whole: int):
+        """A stand-in for owner.name; its argument `whole` is the tensor that every rank has whole."""
+        function = getattr(owner, name)
+
+        def call(*args, **options):
+            calls.append((name, args[whole].nbytes))
+            return function(*args, **options)
+
+        return patch.object(owner, name, call)
+
+    with (
+        counting(train_gpt, "reduce_scatter", 1),
+        counting(train_gpt, "all_gather", 0),
+        counting(dist, "all_reduce", 0),
+    ):
+        yield calls
+
 
 @runs_of("")
 def test_traffic_is_the_theorys_call_by_call(runs, variant: str, world_size: int) -> None:
@@ -326,37 +289,39 @@ def test_traffic_is_the_theorys_call_by_call(runs, variant: str, world_size: int
     table = param_table(settings_of(Path(), world_size, variant))
     split = train_gpt.split_step(4)
     for rank in runs(world_size)[variant]:
-        params = rank["params"]
-        parameters = {label: Parameter(tuple(p.shape), p.dtype) for label, p in params.items()}
+
+        def call(name: str, label: str, dtype: torch.dtype) -> tuple[str, int]:
+            rows = table[label].as_rows(rank["params"][label])
+            padding = 0 if name == "all_reduce" else -len(rows) % world_size
+            return name, rows[0].numel() * (len(rows) + padding) * dtype.itemsize
+
+        dtypes = {label: param.dtype for label, param in rank["params"].items()}
         assert [tied for _, tied, _ in rank["traffic"]] == [s <= split for s in range(STEPS)]
         for step, tied, calls in rank["traffic"]:
-            expected = expected_calls(parameters, table, world_size, step, tied)
-            assert calls == list(expected.values())
+            due = [x for x, row in table.items() if row.is_due(step) and not (tied and row.tied_to)]
+            expected = []
+            for label in due:
+                dtype = torch.promote_types(dtypes[label], table[label].grad_dtype or dtypes[label])
+                name = "reduce_scatter" if table[label].comms == "sharded" else "all_reduce"
+                expected.append(call(name, label, dtype))
+            for label in WORK_ORDER:
+                if label in due and table[label].comms == "sharded":
+                    expected.append(call("all_gather", label, dtypes[label]))
+            assert calls == expected
 
 
 # -----------------------------------------------------------------------------
 # The dtype in which gradients are summed
 
 
-PLAN = make_plan(short_schedule(num_scheduled_iterations=4))
-
-
-def manager_in_bf16(grad_dtype: str) -> TrainingManager:
-    h = short_schedule(num_scheduled_iterations=4, grad_dtype=grad_dtype)
-    return TrainingManager(tiny_gpt(torch.bfloat16), h)
-
-
-def add_micro_batches(manager: TrainingManager, micro_batches: range) -> None:
-    for i in micro_batches:
-        add_gradients(manager.model, 0, range(i, i + 1))
-        manager.optimizer.accumulate()
-
-
 @pytest.mark.parametrize("grad_dtype", ["param", "float32"])
 def test_gradients_are_summed_in_their_dtype(grad_dtype: str) -> None:
     """Sixteen bf16 numbers: fp32 sums them within fp32's rounding, bf16 does not."""
-    manager = manager_in_bf16(grad_dtype)
-    add_micro_batches(manager, range(16))
+    h = short_schedule(grad_dtype=grad_dtype)
+    manager = TrainingManager(tiny_gpt(torch.bfloat16), h)
+    for i in range(16):
+        add_gradients(manager.model, 0, range(i, i + 1))
+        manager.optimizer.accumulate()
     pending = manager.optimizer.gradients()
     for label, param in manager.model.named_parameters():
         terms = [normal(f"g_{label}_0_{i}", tuple(param.shape)).to(param.dtype) for i in range(16)]
@@ -366,22 +331,3 @@ def test_gradients_are_summed_in_their_dtype(grad_dtype: str) -> None:
         assert pending[label].dtype == (torch.float32 if wide else torch.bfloat16)
         assert pending[label].shape == param.shape
         assert error <= 16 * U32 if wide else U16 / 16 < error <= 16 * U16, label
-
-
-def test_wide_gradients_stay_for_adam_and_come_back_from_a_saved_state() -> None:
-    """After an even step the banks' gradients are used, the others pending in fp32; restored, they
-    give the same weights."""
-    first, second = manager_in_bf16("float32"), manager_in_bf16("float32")
-    add_micro_batches(first, range(2))
-    first.step_optimizers(PLAN[0])
-    saved = {label: g.clone() for label, g in first.optimizer.gradients().items()}
-    assert saved.keys() == {label for label, row in PARAM_TABLE.items() if row.every == 2}
-    add_micro_batches(second, range(2))
-    second.step_optimizers(PLAN[0])
-    second.optimizer.load_gradients(saved)
-    assert unequal(saved, second.optimizer.gradients()) == []
-    for manager in (first, second):
-        add_micro_batches(manager, range(2, 4))
-        manager.step_optimizers(PLAN[1])
-        assert not manager.optimizer.gradients()
-    assert unequal(parameters_of(first.model), parameters_of(second.model)) == []

@@ -1,4 +1,4 @@
-"""runtime/checks.py: settings that cannot run, a preset's data, memory. The tables: tests/recipe."""
+"""runtime/checks.py: a preset's data, memory. Settings: tests/faults; the tables: tests/recipe."""
 
 import subprocess
 from types import SimpleNamespace
@@ -8,18 +8,6 @@ import pytest
 from common import train_gpt
 from runtime import checks
 from runtime.ranks import RunError
-
-SETTINGS = {
-    r"--batch_unit=100 \(stage 1\): \d+ tokens do not divide": dict(batch_unit=100),
-    "must be a multiple of --val_batch_tokens": dict(val_tokens=2_097_153),
-    "unknown encoding 'klingon'; there are: bytes, ": dict(encoding="klingon"),
-}
-
-
-@pytest.mark.parametrize("message", SETTINGS)
-def test_settings_that_cannot_run(message):
-    with pytest.raises(ValueError, match=message):
-        train_gpt.Hyperparameters(**SETTINGS[message]).check(1)
 
 
 def test_a_presets_data_are_made_whole(tmp_path, monkeypatch):
