@@ -12,8 +12,8 @@ files=("$root/requirements.txt")
 program=("$path" "${@:2}")
 case $(readlink -f -- "$path") in
 "$root"/records/*/* | "$root"/bench/*/*) program=("$root/runtime/launch.py" "$@") ;; # an old log's script
-"$root"/records/*.py | "$root"/bench/*.py) files+=("$root/records/requirements.txt") ;;
-"$root"/data/*.py | "$root"/sample.py) ;;
+"$root"/records/*.py) files+=("$root/records/requirements.txt") ;;
+"$root"/bench/*.py | "$root"/data/*.py | "$root"/sample.py) ;;
 *) program=("$root/runtime/launch.py" "$@") ;;
 esac
 if [[ ${1-} == -m ]]; then # python -m pytest, for test.sh

@@ -50,17 +50,21 @@ def seed_random(*numbers: int) -> None:
 def cache_graphs(sources: dict[str, str]) -> None:
     """Let PyTorch's cache on disk take graphs with autograd functions, as the model's.
 
-    Its key is the graph that Dynamo traces. What a custom operator registers is not in it, such as a
-    backward formula: all sources become part of the key, the script only if it defines operators."""
+    Its key is the graph that Dynamo traces, where an operator is a name. What that registers, a fake
+    or a backward formula, and what these call becomes part of the key: all files but the script and
+    the project's own that define no operator. Triton kernels are left out: they are called later."""
     from torch._functorch import config as functorch
     from torch.compiler import config as compiler
 
     functorch.autograd_cache_allow_custom_autograd_functions = True
-    script, *others = sources.values()
     defines = r"(custom|triton)_op|register_(autograd|fake)|operator\(|library\.|Library\("
-    if re.search(defines, script):
-        others.append(script)
-    compiler.cache_key_tag = f"{zlib.crc32(''.join(others).encode()):08x}"
+    kernel = r"(?m)^@triton\.jit\ndef .*\n([ \t)#].*\n|\n)*"
+    apart = (next(iter(sources)), "data/", "runtime/", "sample.py")
+    code = ""
+    for path, text in sources.items():
+        if not path.startswith(apart) or re.search(defines, text):
+            code += re.sub(kernel, "", text)
+    compiler.cache_key_tag = f"{zlib.crc32(code.encode()):08x}"
 
 
 @contextmanager

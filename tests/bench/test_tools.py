@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,12 @@ def tool(name: str, *arguments: object, **how: object):
 
 
 # gpu.py
+
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)  # main sets them
 
 
 def test_a_floor_is_what_one_computes_by_hand() -> None:
@@ -43,31 +50,79 @@ def test_a_floor_is_what_one_computes_by_hand() -> None:
     assert sum(found.values()) > sum(gpu.floor(last, h).values())
 
 
-@pytest.mark.slow
-def test_every_section_of_a_dry_run_passes_and_reports(tmp_path: Path) -> None:
-    variant = f"{SCRIPT} triton_kernels.SOFTCAP=20.0"
-    reference = str(ROOT / "bench/reference.py")
-    variants = [f"--variant={x}" for x in (variant, reference)]
-    done = tool("gpu.py", "--dry-run", f"--output={tmp_path}", *variants)
+def dry_run(folder: Path, plan: str, *arguments: str) -> dict[str, dict]:
+    """The sections' results, all of which passed."""
+    how = ["--dry-run", "--minutes=60", f"--output={folder}", *arguments]
+    done = tool("gpu.py", f"--{plan}", *how)
     assert done.returncode == 0, done.stdout + done.stderr
-    (report,) = tmp_path.glob("*.md")
-    assert "Failed: nothing" in report.read_text()
+    (report,) = folder.glob("*.md")
+    assert "Failed: nothing" in report.read_text() and report.read_text() in done.stdout
     found = json.loads(report.with_suffix(".json").read_text())
-    assert [x for x, one in found.items() if one["text"] and not one["failure"]] == list(
-        gpu.SECTIONS
-    )
+    assert list(found) == list(gpu.PLANS[plan].needs) and all(x["text"] for x in found.values())
+    return found
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_first_hour_passes_and_leaves_a_log(tmp_path: Path) -> None:
+    found = dry_run(tmp_path, "first")
     stages = found["run"]["data"]["stages"]
-    names = ["stage 1", "stage 2", "stage 3", "extension"]
-    assert [x["stage"] for x in stages] == names and all(x["seconds"] > 0 for x in stages)
+    assert [x["stage"] for x in stages] == ["stage 1", "stage 2", "stage 3", "extension"]
+    assert all(x["seconds"] > 0 for x in stages)
+    assert all(x.startswith("tests/kernels/") for x in found["tests"]["data"]["passed"])
+    assert found["run"]["data"]["outcomes"] and found["loss"]["data"]["outcomes"]
+    (log,) = tmp_path.glob("*-run.txt")
+    again = tmp_path / "again"
+    done = run_fresh([sys.executable, ROOT / "records/extract.py", log, again])
+    assert done.returncode == 0, done.stderr
+    assert (again / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_second_passes(tmp_path: Path) -> None:
+    variants = [f"{SCRIPT} triton_kernels.SOFTCAP=20.0", str(ROOT / "bench/reference.py")]
+    found = dry_run(tmp_path, "second", *(f"--variant={x}" for x in variants))
     # Of each stage, with Adam or not, model and optimizer.
     assert len(found["profile"]["data"]) == 3 * 2 * 2
     assert all(len(x["top"]) == 40 for x in found["profile"]["data"] if "model" in x["step"])
-    assert [x["stage"] for x in found["step"]["data"]] == names
-    expected = [
-        (x, y) for x in ("stage 1", "stage 3") for y in ("train_gpt.py", variant, reference)
-    ]
-    assert [(x["stage"], x["variant"]) for x in found["ab"]["data"]] == expected
-    assert all(len(x["seconds"]) == 12 for x in found["ab"]["data"])
+    names = ["train_gpt.py", *variants, gpu.GATES, gpu.TABLES]
+    rounds = found["ab"]["data"]["rounds"]
+    expected = [(x, y) for x in ("stage 1", "stage 3") for y in names]
+    assert [(x["stage"], x["variant"]) for x in rounds] == expected
+    assert found["ab"]["data"]["outcomes"].keys() >= {gpu.GATES, gpu.TABLES}
+
+
+FAULTY = """
+import os, signal, time
+from bench import gpu
+def killed(bench):
+    print("half of it", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+gpu.SECTIONS |= dict(run=killed, tests=lambda bench: time.sleep(600))
+sys.exit(gpu.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_section_that_is_killed_or_hangs_leaves_the_others_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{FAULTY}")
+    needs = dict(run=200, tests=1, environment=300, ab=1e6)  # seconds: nothing is left beside these
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)  # of this process
+    monkeypatch.setattr(gpu, "STARTED", time.monotonic())
+    monkeypatch.setattr(gpu, "CHILD", [sys.executable, script])
+    monkeypatch.setitem(gpu.PLANS, "first", gpu.PLANS["first"]._replace(needs=needs))
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    assert gpu.main(["--first", "--dry-run", f"--output={tmp_path}", "--minutes=10"]) == 1
+    (report,) = tmp_path.glob("*.md")
+    text = report.read_text()
+    assert "Failed: run, tests, ab." in text and text in capfd.readouterr().out
+    assert "killed by SIGKILL" in text and "half of it" in text
+    assert "ended at its limit" in text and "left out: " in text
+    assert f"| PyTorch | {torch.__version__} |" in text
+    assert "| 130 to 200 | not measured |" in text
 
 
 def test_a_failed_check_is_in_the_report_and_leaves_the_others_their_turn(
@@ -79,18 +134,16 @@ def test_a_failed_check_is_in_the_report_and_leaves_the_others_their_turn(
         calls.append("section")
         raise RuntimeError("recompiled\nwhat was found")
 
-    monkeypatch.setattr(tk, "flash_attention", lambda: calls.append("attention") or "FA4")
     monkeypatch.setitem(gpu.SECTIONS, "run", fails)
-    for name in ("CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")  # which main sets
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
     sections = ["--dry-run", f"--output={tmp_path}", "--section=run,environment"]
     assert gpu.main(sections) == gpu.main(sections) == 1
     reports = sorted(tmp_path.glob("*.md"))
     assert len(reports) == 2  # the first stays
     text = reports[0].read_text()
     assert "Failed: run." in text and "what was found" in text and "## environment" in text
-    assert "Attention: FA4." in text  # chosen before the first section, for all
-    assert calls == 2 * ["attention", "section"]
+    assert calls == 2 * ["section"]
 
 
 def test_sections_take_the_graphs_of_a_run() -> None:
@@ -130,7 +183,7 @@ def test_constants_change_inside_and_come_back_after_an_error() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("section", ["run", "profile", "step", "ab"])
+@pytest.mark.parametrize("section", [x for x in gpu.SECTIONS if x != "tests"])
 def test_section_passes_on_the_gpu(section: str, tmp_path: Path) -> None:
     done = tool("gpu.py", f"--section={section}", f"--output={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr

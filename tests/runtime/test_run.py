@@ -78,39 +78,60 @@ def test_the_figures_at_the_end(shards, tmp_path, offer_encoding, capsys, encodi
     assert found["total_seconds"] > found["train_seconds"] > 0 and found["steps"] == 8
 
 
-COMPILES = """
-import math, sys
-from pathlib import Path
+FILES = {
+    "script.py": """
+import sys
 sys.path.insert(0, "{root}")
 import torch
-from torch import library
 from torch._dynamo.utils import counters
+from operators import triple
 from runtime.run import cache_graphs
-
-
-@library.custom_op("test::triple", mutates_args=())
+from runtime.sources import Sources
+class Copy(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, grad: {function} * grad)
+sources = Sources(__file__).imported()
+sources["data/loader.py"] += "# {loader}"
+cache_graphs(sources)
+x = torch.ones(4, requires_grad=True)
+torch.compile(lambda x: triple(Copy.apply(x)))(x).sum().backward()
+print(x.grad[0].item(), counters["aot_autograd"]["autograd_cache_hit"])
+""",
+    "operators.py": """
+import torch
+from runtime.cpu import triton
+@triton.jit
+def kernel(x):
+    return {kernel} * x
+factor = lambda: {called}
+@torch.library.custom_op("test::triple", mutates_args=())
 def triple(x: torch.Tensor) -> torch.Tensor:
     return 3 * x
-
-
-triple.register_fake(torch.empty_like)
-triple.register_autograd(lambda ctx, grad: {factor} * grad)
-cache_graphs({{"script.py": Path(__file__).read_text()}})
-x = torch.ones(4, requires_grad=True)
-torch.compile(lambda x: triple(x).sin().sum())(x).backward()
-counts = counters["aot_autograd"]
-print(round(x.grad[0].item() / math.cos(3)), counts["autograd_cache_hit"])
-"""
+triple.register_fake(torch.{fake})
+keep = lambda ctx, inputs, output: setattr(ctx, "factor", {kept})
+backward = lambda ctx, grad: {formula} * ctx.factor * factor() * grad
+triple.register_autograd(backward, setup_context=keep)
+""",
+}
+SAME = dict(function=1, loader="a line", kernel=1, called=1, fake="empty_like", kept=1, formula=3)
+EDITS = [  # the gradient, and how many graphs come from the cache
+    ({}, "3.0 0"),
+    (dict(loader="another", kernel=2), "3.0 1"),
+    (dict(formula=7), "7.0 0"),
+    (dict(called=2), "6.0 0"),
+    (dict(kept=5), "15.0 0"),
+    (dict(fake="zeros_like"), "3.0 0"),
+    (dict(function=4), "12.0 0"),  # by PyTorch's own key
+]
 
 
 @pytest.mark.slow
 def test_a_graph_comes_from_the_cache_unless_an_operator_has_changed(tmp_path, monkeypatch):
-    """PyTorch's own key does not hold the backward formula that an operator registers."""
+    """PyTorch's own key does not hold the functions that an operator registers, nor what they call."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    script = tmp_path / "script.py"
-    results = []
-    for factor in (3, 3, 7):
-        script.write_text(COMPILES.format(root=str(ROOT), factor=factor))
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-        results.append(done.stdout.strip() or done.stderr)
-    assert results == ["3 0", "3 1", "7 0"]
+    for edit, expected in EDITS:
+        for name, text in FILES.items():
+            (tmp_path / name).write_text(text.format(root=ROOT, **SAME | edit))
+        command = [sys.executable, tmp_path / "script.py"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stdout.strip() == expected, (edit, done.stderr)
