@@ -33,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder) for folder in HERE.parents if (folder / "runtime/run.py").is_file()]
 
 # fmt: off
+import triton_kernels
 from data.encodings import load_prefixes
 from data.loader import (
     Batch, check_data, distributed_data_generator, synthetic_batch, to_device,
@@ -44,6 +45,7 @@ from runtime.cpu import CPU_FP32, all_gather, reduce_scatter, use_cpu
 from runtime.options import parse_options, setting
 from runtime.ranks import Ranks, RunError, Signals, join_ranks, run_main
 from runtime.run import Run, seed_random
+from runtime.self_check import self_check
 from runtime.sources import Sources
 from sample import sample_text
 from triton_kernels import (
@@ -82,6 +84,8 @@ class Hyperparameters:
     fp8_head: bool = setting(True, "FP8 matmuls in the LM head (compute capability 8.9 or later)")
     fp8_mlp: bool = setting(True, "FP8 up-projections in the MLPs, in the forward pass of training")
     compile: bool = setting(True, "torch.compile the model")
+    flash_attention: int = setting(4, "in training; 4: on Hopper, if its package is there", choices=(4, 2))
+    self_check: bool = setting(True, "compare the kernels with PyTorch before training, on a GPU")
     seed: int = setting(0, "of the initial weights", least=0)
     # Schedule
     num_scheduled_iterations: int = setting(1365, "steps of the stages")
@@ -128,7 +132,7 @@ class Hyperparameters:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings or the tables cannot run."""
-        checks.check_layers(LAYERS, MUDD_SOURCES, MUDD[1])
+        checks.check_layers(LAYERS)
         checks.check_stages(STAGES, EXTENSION, FINAL_VALIDATION)
         checks.check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
 
@@ -1206,18 +1210,11 @@ class NorMuonAndAdam(ShardedParameters):
     own state stays at zero. `split_tied` ends weight tying.
     """
 
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        param_table: dict[str, ParamConfig],
-        scatter_order: Iterable[str],
-        work_order: Iterable[str],
-    ):
-        """named_parameters: (label, parameter) pairs, on their device. Raises ValueError if table or
-        orders do not name each parameter once, or if a parameter cannot be sharded."""
+    def __init__(self, named_parameters: Iterable, param_table: dict, *orders: Iterable[str]):
+        """named_parameters: (label, parameter) pairs, on their device. orders: scatter_order, work_order.
+        Raises ValueError if table or orders do not name each parameter once, or if one cannot be sharded."""
         params = dict(named_parameters)
-        self.scatter_order = tuple(scatter_order)
-        self.work_order = tuple(work_order)
+        self.scatter_order, self.work_order = map(tuple, orders)
         checks.check_optimizer(params, param_table, self.scatter_order, self.work_order)
         super().__init__(params, param_table)
         self.tied = True  # until split_tied
@@ -1609,7 +1606,7 @@ def prepare(run: Run) -> TrainingManager:
     data = ranks.on_all_ranks(check, h.val_tokens, h.val_batch_tokens)
     prefixes = ranks.on_all_ranks(load_prefixes, h.data, h.encoding, h.vocab_size)
     if ranks.device.type == "cuda":
-        arithmetic = f"attention: {agree_on_attention(ranks.gather)}"
+        arithmetic = f"attention: {agree_on_attention(ranks.gather, h.flash_attention)}"
     else:
         arithmetic = use_cpu(h.compile)
     if h.compile or ranks.device.type == "cuda":
@@ -1621,6 +1618,9 @@ def prepare(run: Run) -> TrainingManager:
     run.open(manager, data.shards, [arithmetic])
     run.announce(manager)
     with run.timed_warm_up(globals()):
+        if h.self_check and ranks.device.type == "cuda" and run.first_step < h.total_iterations:
+            batch = ranks.on_all_ranks(next, training_batches(h, plan, ranks, run.first_step))
+            self_check(run, manager, to_device(batch, ranks.device), triton_kernels)
         warm_up(manager, plan[run.first_step :], ranks)
         run.check_saved(manager)  # again: an average may be made in its first step
         del manager

@@ -74,22 +74,16 @@ def check_model_sizes(num_heads: int, head_dim: int, model_dim: int) -> None:
 # Tables
 
 
-def check_layers(layers: Iterable[Any], mixed: Iterable[str], read: Iterable[str]) -> None:
-    """Raise ValueError, naming the layer, for columns of LAYERS that the model would ignore, or that
-    read what is not kept. mixed: what a layer with mudd reads; read: what the last layer's output is
-    mixed with."""
-    kept = {"", "c0", "value_embed"}
+def check_layers(layers: Iterable[Any]) -> None:
+    """Raise ValueError, naming the layer, for columns of LAYERS that the model would ignore."""
     has_attention = False  # the layer before has it
     needs_attention = ("value_gate", "paired", "key_offset", "same_input", "mudd")
     for i, layer in enumerate(layers):
         fault = ""
-        missing = {layer.add, *(mixed if layer.mudd else ())} - kept
         if layer.index != i:
             fault = f"its index is {layer.index}"
         elif layer.window not in ("", "short", "long"):
             fault = f"no window {layer.window!r}"
-        elif missing:
-            fault = f"no earlier layer keeps {', '.join(sorted(missing))}"
         elif not layer.window and any(getattr(layer, column) for column in needs_attention):
             fault = f"{', '.join(needs_attention)} need attention, so a window"
         elif layer.same_input and not has_attention:
@@ -98,10 +92,7 @@ def check_layers(layers: Iterable[Any], mixed: Iterable[str], read: Iterable[str
             fault = "mudd has value gates of its own: no value_gate"
         if fault:
             raise ValueError(f"LAYERS, layer {i}: {fault}")
-        kept.add(layer.keep)
         has_attention = bool(layer.window)
-    if missing := set(read) - kept:
-        raise ValueError(f"LAYERS: no layer keeps {', '.join(sorted(missing))}, which MUDD reads")
 
 
 def check_stages(stages: tuple, extension: Any, final: Any) -> None:
@@ -139,34 +130,28 @@ def check_state(label: str, state: dict[str, Any], rows: int) -> None:
     """Raise ValueError for a rule's initial_state that no other number of ranks could load."""
     for name, x in state.items():
         if isinstance(x, Tensor) and (not x.dim() or len(x) != rows):
-            raise ValueError(
-                f"PARAM_TABLE, {label}: the state {name!r} has shape {tuple(x.shape)}, but needs a row "
-                f"for each of the rank's {rows} rows; what all rows share can be a number"
-            )
+            found = f"the state {name!r} has shape {tuple(x.shape)}, but needs {rows} rows"
+            raise ValueError(f"PARAM_TABLE, {label}: {found}; what all rows share can be a number")
 
 
 def check_saved(manager: Any) -> None:
     """Raise ValueError, naming it, for state of the manager that no checkpoint would have: an
     optimizer, or tensors that are neither the model's nor the optimizer's nor in extra_state."""
-    in_place = {storage(x) for x in tensors_of([manager.model, manager.optimizer])}
+    own = [x for x in tensors_of([manager.model, manager.optimizer]) if isinstance(x, Tensor)]
+    in_place = {x.untyped_storage().data_ptr() for x in own}
     saved = [*tensors_of(manager.extra_state())]
     for name, value in vars(manager).items():
         for x in tensors_of(value):
-            if isinstance(x, torch.optim.Optimizer):
-                fault = f"is a torch.optim.{type(x).__name__}, whose state is not in checkpoints: "
-                fault += "make it a row of PARAM_TABLE"
-            elif storage(x) in in_place or any(torch.equal(x.to(y), y) for y in saved):
-                continue
-            else:
-                fault = f"holds a tensor {tuple(x.shape)} that is not in checkpoints: add it to "
-                fault += "extra_state and load_extra_state"
+            held = f"a torch.optim.{type(x).__name__}"
+            if isinstance(x, Tensor):
+                place = x.untyped_storage().data_ptr()
+                if place in in_place or any(torch.equal(x.to(y), y) for y in saved):
+                    continue
+                held = f"a tensor {tuple(x.shape)}"
             raise ValueError(
-                f"{type(manager).__name__}.{name} {fault}, or use --save_every=0 --save_minutes=0"
+                f"{type(manager).__name__}.{name} holds {held} that is not in checkpoints: add it to "
+                f"extra_state and load_extra_state, or use --save_every=0 --save_minutes=0"
             )
-
-
-def storage(x: Any) -> int:
-    return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
 
 
 def tensors_of(x: Any, deeper: bool = True) -> Iterator[Any]:

@@ -26,8 +26,7 @@ class Clock:
         self.started = self._now()
 
     def stop(self) -> None:
-        now = self._now()
-        self.before += now - self.started
+        self.before += self._now() - self.started
         self.started = None
 
     def ms(self) -> float:

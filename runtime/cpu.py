@@ -31,11 +31,8 @@ def bf16_units() -> str:
 
 
 def rounds_fp32() -> bool:
-    """Whether matmuls now round their fp32 operands: seen in numbers that need 24 bits of mantissa.
-
-    PyTorch's own answer would not do. Without /proc/cpuinfo it sees no units on a CPU with AMX, and
-    oneDNN, which asks the CPU itself, uses them.
-    """
+    """Whether matmuls now round their fp32 operands: seen in numbers that need 24 bits of mantissa. Without
+    /proc/cpuinfo PyTorch sees no units on a CPU with AMX, and oneDNN, which asks the CPU, uses them."""
     x = 1 + torch.arange(64 * 64).view(64, 64) / 4096
     return not torch.equal(x @ torch.eye(64), x)
 
@@ -44,13 +41,10 @@ def use_cpu(compiled: bool = False) -> str:
     """Choose how matmuls run on this CPU, for the whole process; returns one line for the log.
 
     With bf16 units the linear maps, the MLP and Polar Express have bf16 operands; attention and LM head
-    stay in fp32. Without such units nothing is in bf16.
-
-    "medium" precision hands fp32 matmuls to oneDNN, which uses all of AVX-512 also on AMD, where MKL
-    uses half of it. Where oneDNN rounds fp32 operands, as on AMX, they stay with MKL.
-
-    compiled: torch.compile would add the gradients of embeddings with atomics, in an order that differs
-    from run to run, so PyTorch is asked for deterministic code.
+    stay in fp32. Without such units nothing is in bf16. "medium" precision hands fp32 matmuls to oneDNN,
+    which uses all of AVX-512 also on AMD, where MKL uses half of it. Where oneDNN rounds fp32 operands,
+    as on AMX, they stay with MKL. compiled: torch.compile would add the gradients of embeddings with
+    atomics, in an order that differs from run to run, so PyTorch is asked for deterministic code.
     """
     global chosen
     if compiled:
@@ -102,10 +96,8 @@ class _Exchange:
 
 
 def reduce_scatter(own: Tensor, grad: Tensor) -> "dist.Work | _Exchange":
-    """Start the sum of grad (W·n,) over the W ranks. own (n,) holds this rank's rows after wait().
-
-    own may be a part of grad.
-    """
+    """Start the sum of grad (W·n,) over the W ranks. own (n,), which may be a part of grad, holds this
+    rank's rows after wait()."""
     return scatter_single(own, grad, async_op=True) if grad.is_cuda else _Exchange(own, grad)
 
 

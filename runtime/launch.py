@@ -2,9 +2,8 @@
 
     [RANKS=1] python runtime/launch.py [script.py] [--option=value …]     # as ./run.sh does
 
-One rank for each GPU, or two on the CPU. The ranks are plain processes, which find each other on the
-loopback. PyTorch's own launcher has one limit for the ranks to end, both after a signal, when a
-checkpoint may take minutes, and after another rank has died, when they should end within seconds.
+One rank for each GPU, or two on the CPU: plain processes, which find each other on the loopback. PyTorch's
+launcher has one limit for ranks to end, after a signal (a save takes minutes) and a death (seconds).
 """
 
 import ctypes
@@ -91,10 +90,9 @@ def tell(message: str) -> None:
 class Signals:
     """The signals by which users and clusters stop a run: those of a rank, or of the launcher.
 
-    While `in_training` the first one is only noted, as `received`: all ranks agree on it at the end
-    of the step. A second one ends the process at once, and so does the first at any other time; the
-    exit code is 128 + its number. A launcher that dies is a SIGTERM. A signal that was ignored at
-    the start, as by nohup, stays ignored.
+    While `in_training` the first one is only noted, as `received`: all ranks agree on it at the end of
+    the step. A second one ends the process at once, as does the first at any other time, with code
+    128 + n. A launcher that dies is a SIGTERM. What was ignored at the start, as by nohup, stays ignored.
     """
 
     def __init__(self):

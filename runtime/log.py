@@ -79,9 +79,8 @@ def log_header(sources: dict[str, str], environment: list[str]) -> str:
 
 
 class Log:
-    """A file on rank 0, nothing on other ranks. The console sees its lines too.
-
-    Lines that a full disk does not take stay in memory until the next write; the run goes on."""
+    """A file on rank 0, nothing on other ranks. The console sees its lines too. Those that a full disk
+    does not take stay in memory until the next write; the run goes on."""
 
     def __init__(self, path: Path, first: bool, header: str = "", lines: str = ""):
         """header: see log_header. lines: of a resumed run, before its checkpoint. A file that is

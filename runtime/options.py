@@ -16,8 +16,8 @@ OUTPUT_SETTINGS = frozenset(
     {"log_dir", "run_id", "save_every", "save_minutes", "keep_checkpoints", "resume"}
     | {"sample_tokens"}
 )
-MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data"}  # the tokens are compared
-MAY_DIFFER_BETWEEN_RUNS = OUTPUT_SETTINGS | {"seed"}  # runs of one experiment
+# The tokens are compared, and another card may need other kernels.
+MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "flash_attention", "self_check"}
 OF_THE_COMMAND = frozenset({"log_dir", "run_id", "resume"})  # say which checkpoint is resumed
 
 
@@ -91,7 +91,6 @@ def parse_options(
 ) -> Any:
     """The settings of a preset, changed by --name=value. Without --preset: the first one on a GPU,
     else the last. A bad option ends the process with code 2, a bad value raises ValueError later.
-
     saved: the settings of a checkpoint, which come in the preset's place, unless --preset is given.
     Data that are not where they were are looked for where the preset has them."""
     import torch  # here, because tools that read this module do without

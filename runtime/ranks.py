@@ -1,7 +1,5 @@
-"""The ranks of a run: how they join, agree on errors, and how their processes end.
-
-Each rank is a process with torchrun's environment variables; a script without them is one rank.
-runtime/launch.py starts the ranks of one machine, torchrun those of several.
+"""The ranks of a run: how they join, agree on errors, and how their processes end. Each is a process with
+torchrun's environment variables, started by runtime/launch.py or torchrun; a script without is one rank.
 """
 
 import os
@@ -74,10 +72,8 @@ class Ranks(NamedTuple):
         self.raise_on_all_ranks(RunError(text) if differences else None)
 
     def on_all_ranks(self, function: Callable, *args: Any) -> Any:
-        """function(*args) on every rank.
-
-        A RunError, ValueError or OSError of one rank is raised on each of them, as an AgreedError.
-        """
+        """function(*args) on every rank. A RunError, ValueError or OSError of one rank is raised on
+        each of them, as an AgreedError."""
         result, error = None, None
         try:
             result = function(*args)
@@ -88,9 +84,7 @@ class Ranks(NamedTuple):
 
     def on_first(self, function: Callable[[], Any], interval: float = 60.0) -> Any:
         """function() on rank 0, in a thread, however long it takes; others get "". Errors as above.
-
-        Meanwhile the ranks meet every `interval` seconds, so that no collective times out.
-        """
+        Meanwhile the ranks meet every `interval` seconds, so that no collective times out."""
         with ThreadPoolExecutor(1) as executor:
             work = executor.submit(function if self.first else str)
             while not all(self.gather(bool(wait([work], interval).done))):
@@ -107,11 +101,8 @@ class Ranks(NamedTuple):
 
 
 def join_ranks() -> Ranks:
-    """Join the process group that the environment describes: NCCL on GPUs, gloo on the CPU.
-
-    One rank has no group, and opens no socket. Raises AgreedError if a machine
-    has fewer GPUs than ranks.
-    """
+    """Join the process group that the environment describes: NCCL on GPUs, gloo on the CPU. One rank has
+    no group, and opens no socket. Raises AgreedError if a machine has fewer GPUs than ranks."""
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -155,11 +146,9 @@ def loopback_store(rank: int, world_size: int) -> dist.TCPStore:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """main(), then the end of this process: errors that a user can act on are one line.
-
-    Exit codes: 0; 1 for an error; a SystemExit's or Stopped's own; see docs/running.md. After an
-    error the process ends without Python's shutdown, which can hang in the threads of NCCL or gloo.
-    """
+    """main(), then the end of this process: errors that a user can act on are one line. Exit codes: 0; 1
+    for an error; a SystemExit's or Stopped's own; see docs/running.md. After an error the process ends
+    without Python's shutdown, which can hang in the threads of NCCL or gloo."""
     first = os.environ.get("RANK", "0") == "0"
     try:
         main()

@@ -130,19 +130,12 @@ class Run:
     """One run of a script, from its start or a checkpoint to its log's last line.
 
     In a with block, all ranks call: open, announce, timed_warm_up, restore, read_ahead; then in each
-    step must_pause, save_or_stop, send_loss, check_loss, log_step; at the end finish.
-    settings: a dataclass with log_dir, run_id, resume, save_every, save_minutes and keep_checkpoints;
-    run_id is filled in. plan: NamedTuples with batch_tokens, of each step and of the validation after
-    the last one. The manager is what runtime/checkpoints.py needs."""
+    step must_pause, save_or_stop, send_loss, check_loss, log_step; at the end finish. settings: a
+    dataclass with those that are read here; run_id is filled in. plan: NamedTuples with batch_tokens, of
+    each step and of the last validation. The manager is what runtime/checkpoints.py needs."""
 
     def __init__(
-        self,
-        settings: Any,
-        plan: list,
-        ranks: Ranks,
-        signals: Signals,
-        sources: Sources,
-        resumed: Checkpoint | None = None,
+        self, settings, plan: list, ranks: Ranks, signals: Signals, sources: Sources, resumed=None
     ):
         self.settings = settings
         self.plan = plan
@@ -154,7 +147,7 @@ class Run:
         self.sources = sources
         self.clock = Clock(ranks.device)
         self.saves = settings.save_every > 0 or settings.save_minutes > 0
-        self.resumed = resumed
+        self.resumed: Checkpoint | None = resumed
         saved = resumed.content if resumed else {"step": 0, "seconds": 0.0}
         self.first_step = self.saved_step = saved["step"]
         self.clock.before = saved["seconds"]
@@ -185,8 +178,7 @@ class Run:
 
     def open(self, manager: Any, shards: dict[str, str], facts: list[str]) -> None:
         """Check what all ranks must have in common, what is resumed, and the disk; open the log.
-        Called before the warm-up. shards: contents by name. facts: lines for the log.
-        Raises AgreedError."""
+        shards: contents by name. facts: lines for the log. Raises AgreedError."""
         s = self.settings
         ranks = self.ranks
         self.shards = shards
@@ -404,9 +396,8 @@ class Run:
         return bool(self.reason) or ((on_schedule or at_end) and step > self.first_step)
 
     def save_or_stop(self, step: int) -> None:
-        """Save if that is due. Raises Stopped after a signal, AgreedError after bad data; both save
-        first, if saving is on. Raises AgreedError as well if the last loss is not finite. The clock
-        must be stopped."""
+        """Save if that is due; the clock must be stopped. Raises Stopped after a signal, AgreedError
+        after bad data, both saved first, if saving is on, and AgreedError for a loss that is not finite."""
         self._read_losses()
         if self.must_pause(step) and not self.reason:
             self.log.show(self._save(step))
@@ -478,9 +469,8 @@ class Run:
     def finish(
         self, val_loss: float, matrices: tuple[Tensor, ...], sample: Callable[[], str]
     ) -> None:
-        """The log's last lines: peak memory, sources imported late, a sample, if any, and figures.
-        val_loss: the last one, in nats. matrices: those that multiply each token. Raises RunError
-        if the log or the last checkpoint is lost."""
+        """The log's last lines: sources imported late, a sample, figures. val_loss: the last one, in nats;
+        matrices: those that multiply each token. Raises RunError if log or last checkpoint are lost."""
         self.signals.in_training = False
         for name, text in self.sources.imported().items():
             if name not in self.logged:

@@ -6,17 +6,23 @@ first needs Triton.
 """
 
 import contextlib
+import inspect
 import itertools
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import triton_kernels as tk
 from bench.resumes import same_bits
-from common import U16, U32, U64, normal, random_batch, tiny_gpt, train_gpt
+from common import U16, U32, U64, normal, random_batch, short_schedule, tiny_gpt, train_gpt
+from runtime.ranks import AgreedError, Ranks
+from runtime.self_check import self_check
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -226,24 +232,43 @@ def check_norm_and_rotate(
     assert torch.equal(found_grad[:, 2 * H :], grads[2])
 
 
-def check_model(device: str) -> None:
-    """A small model's loss and gradients in fp32 are the same by kernels and by references."""
-    T = 40
-    model = tiny_gpt(num_heads=4, head_dim=12, max_tokens=T, bigram_rows=300).to(device)
-    batch = [x.to(device) for x in random_batch(T, 128, (0, 11))]
-    schedule = train_gpt.ForwardSchedule(torch.tensor([1.0, 0.5], device=device), 7, 20)
-    results = []
-    for kernels in ("cuda", "cpu"):
-        with tk.kernels_of(kernels):
-            loss = model(*batch, schedule)
-            model.zero_grad()
-            loss.backward()
-        params = {label: param.grad for label, param in model.named_parameters()}
-        results.append({"loss": loss.detach(), **params})
-    # Eleven layers of some ten operations, each a few roundings of its own, and sums of up to
-    # 192 terms in another order.
-    for label, exact in results[1].items():
-        assert (results[0][label] - exact).norm() <= 1000 * U32 * exact.norm(), label
+# The check before the clock
+
+
+def self_checked(model: nn.Module, T: int) -> list[str]:
+    """What it says of a model and T tokens, on a card as far as it sees: its lines, and its error."""
+    h = short_schedule()
+    lines = []
+    run = SimpleNamespace(plan=train_gpt.make_plan(h), first_step=0)
+    run.ranks = Ranks(0, 1, torch.device("cpu"))
+    run.log = SimpleNamespace(write=lines.append)
+    manager = train_gpt.TrainingManager(model, h)
+    card = dict(get_device_name=lambda: "a card", reset_peak_memory_stats=lambda: None)
+    try:
+        with mock.patch.multiple(torch.cuda, **card):
+            self_check(run, manager, random_batch(T, 128, (0, 5, 11)), tk)
+    except AgreedError as error:
+        lines.append(str(error))
+    return lines
+
+
+def check_broken_kernel(
+    kernel: str, before: str, after: str, said: str, folder: Path, device: str
+) -> None:
+    """What is said once a piece of the kernel's source is another. Kernels are compared in fp32."""
+    source = inspect.getsource(getattr(tk, kernel).fn)
+    assert source.count(before) == 1
+    path = folder / "broken.py"  # which the interpreter reads again
+    path.write_text(source.replace(before, after))
+    names = dict(vars(tk))
+    exec(compile(path.read_text(), path, "exec"), names)
+    with (
+        tk.kernels_of("cuda"),
+        mock.patch.dict(tk.QK, TOKENS=16),  # few programs: they run one after the other
+        mock.patch.object(tk, kernel, names[kernel]),
+    ):
+        (found,) = self_checked(tiny_gpt(max_tokens=16, bigram_rows=64), 16)
+    assert re.match(said, found), found
 
 
 # MLP

@@ -2,15 +2,19 @@
 no other arguments."""
 
 import importlib.metadata
+import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+import checks
 import triton_kernels as tk
-from common import ROOT, normal
+from common import ROOT, normal, tiny_gpt, tiny_settings, train_gpt
+from runtime.ranks import Ranks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 P, H, D = 96, 2, tk.FA4_HEAD_DIM
@@ -57,7 +61,7 @@ class FA4:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """A Hopper GPU with both packages, as far as Python sees: who is called."""
     package = FA4()
 
@@ -86,6 +90,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
     monkeypatch.setattr(importlib.metadata, "version", {"flash-attn-4": "4.0.0b36"}.__getitem__)
     monkeypatch.setattr(tk, "_fa4", None)
+    monkeypatch.setattr(os, "environ", os.environ | {"HOME": str(tmp_path)})
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(tk, "flash_attention", tk.flash_attention.__wrapped__)  # without its cache
@@ -112,7 +117,8 @@ def test_fa4_runs_in_training_once_it_has_been_tried(calls) -> None:
 
     assert used() == ["FA2"]
     said = tk.flash_attention()
-    assert said == "FA4 in training (flash-attn-4 4.0.0b36), FA2 in evaluation"
+    others = "FA2 in evaluation and above 257 document slots"
+    assert said == f"FA4 in training (flash-attn-4 4.0.0b36), {others}"
     assert used() == ["FA4"]
     many = torch.nn.functional.pad(starts, (0, 251), value=P)
     assert used(many) == ["FA4"] and used(torch.cat((many, starts[-1:]))) == ["FA2"]
@@ -121,18 +127,61 @@ def test_fa4_runs_in_training_once_it_has_been_tried(calls) -> None:
         assert used() == ["FA2"]
 
 
-@pytest.mark.parametrize("fault", ["absent", "wrong"])
+@pytest.mark.parametrize("fault", ["absent", "fails"])
 def test_without_fa4_training_goes_on_and_the_log_says_why(monkeypatch, calls, fault: str) -> None:
-    """A package that computes something else is found before the first step."""
-    package = None if fault == "absent" else FA4(1.05)
+    """A package whose kernels do not compile here is found before the first step."""
+    package = None if fault == "absent" else SimpleNamespace()
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package)
     said = tk.flash_attention()
-    why = "ModuleNotFoundError" if fault == "absent" else "FA4's output is off by 0.05"
+    why = "ModuleNotFoundError" if fault == "absent" else "AttributeError"
     assert said.startswith("FA2: ") and why in said and "\n" not in said
     calls.clear()
     *qkv, starts = inputs()
     tk.attend(*qkv, tk.Band(starts, 20, P, None), SCALE)
     assert calls == ["FA2"]
+
+
+def test_fa4_that_is_off_makes_room_for_fa2(monkeypatch, calls) -> None:
+    """The check before the clock sees it, and what is compiled then has FlashAttention 2."""
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", FA4(1.5))
+    assert tk.flash_attention().startswith("FA4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # for Dynamo
+    model = tiny_gpt(BF16, head_dim=D)
+    torch._dynamo.reset()
+    model.loss = torch.compile(model.loss, backend="eager", fullgraph=True, dynamic=False)
+    others = [name for name in tk.KERNELS if name != "attend"]
+    calls.clear()
+    with tk.kernels_of("cuda", others):
+        first, second = checks.self_checked(model, 48)
+    torch._dynamo.reset()
+    assert first.startswith("attention: FA2, as FA4 is off: loss ")
+    assert second.startswith("kernels agree with PyTorch on a card: loss ")
+    assert tk._fa4 is None and set(calls) == {"FA2", "FA2 backward"}
+
+
+def test_the_setting_keeps_fa4_out(monkeypatch, calls, shards: Path, tmp_path: Path) -> None:
+    h = tiny_settings(shards, tmp_path, flash_attention=2)
+    ranks = Ranks(0, 1, torch.device("cuda"))
+    run = SimpleNamespace(settings=h, plan=train_gpt.make_plan(h), ranks=ranks)
+    said = []
+    agree = lambda *args: said.append(tk.agree_on_attention(*args))
+    monkeypatch.setattr(train_gpt, "agree_on_attention", agree)
+    monkeypatch.setattr(train_gpt, "build", None)  # there is no GPU
+    with pytest.raises(TypeError):
+        train_gpt.prepare(run)
+    assert said == ["FA2"] and tk._fa4 is None and calls == []
+
+
+def test_fa4_keeps_what_it_compiles_where_nobody_else_writes(monkeypatch, calls, tmp_path) -> None:
+    """Known to the package when it is imported: it reads the variables then."""
+    folder = tmp_path / ".cache/bankrun/flash-attn-4"
+    folder.mkdir(parents=True)
+    seen, load = {}, importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda x: seen.update(os.environ) or load(x))
+    tk.flash_attention()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert seen["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(folder)
+    assert seen["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
 
 
 def test_other_machines_do_not_look_for_fa4(monkeypatch, calls) -> None:

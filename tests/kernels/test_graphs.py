@@ -17,8 +17,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import checks
 import triton_kernels as tk
 from common import U32, random_batch, short_schedule, tiny_gpt, train_gpt
+
+from runtime import self_check
 
 GPT, ForwardSchedule, LAYERS = train_gpt.GPT, train_gpt.ForwardSchedule, train_gpt.LAYERS
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -143,6 +146,28 @@ def test_numbers_of_the_schedule_are_where_the_model_is(gpu_kernels) -> None:
     schedule = train_gpt.TrainingManager(model, h).advance_schedule(train_gpt.make_plan(h)[0])
     found = [x.device.type for x in (*schedule, *vars(model.yarn).values()) if torch.is_tensor(x)]
     assert len(found) >= 5 and set(found) == {"meta"}
+
+
+@pytest.mark.parametrize(
+    "factor, said", [(1.0, "kernels agree"), (1.1, "the compiled graph differs")]
+)
+def test_self_check_of_the_compiled_graph(monkeypatch, factor: float, said: str) -> None:
+    """References of 20 tokens: those after them have no part in the loss. One graph, also for the run."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(graph)
+        return lambda *args: [factor * x for x in graph.forward(*args)]
+
+    monkeypatch.setattr(self_check, "TOKENS", 20)
+    model = tiny_gpt(prefixes=[*range(127), -1])
+    model.loss = torch.compile(model.loss, backend=backend, **ONE_GRAPH)
+    (line,) = checks.self_checked(model, 48)
+    assert line.startswith(said) and f" gradients {100 * (factor - 1):.1f} %" in line, line
+    h = short_schedule()
+    schedule = train_gpt.TrainingManager(model, h).advance_schedule(train_gpt.make_plan(h)[0])
+    model(*random_batch(48, 128, (0, 30)), schedule).backward()
+    assert len(graphs) == 1
 
 
 # On a CPU, compiled: the same operations in the same order on the same kernels. fp32 results may

@@ -13,6 +13,7 @@ import concurrent.futures
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -175,13 +176,25 @@ def test_loss_in_fp8_of_extremes(check, code: str, values: str, dtype: torch.dty
     check(code, checks.check_loss_in_fp8, 70, 128, 4, dtype, values)
 
 
-# The whole model
+# The whole model: the check before the clock. A kernel, a piece of its source, what is put there, and
+# how the message begins.
+
+BROKEN = {
+    "nothing": ("scatter_kernel", "sums +=", "sums +=", "kernels agree .* gradients 0.0 %"),
+    "a missing mask": ("scatter_kernel", "(i < end)[:, None] & ", "", "lookup differs"),
+    "a wrong scale": ("relu_squared_kernel", "2 * tl.sqrt", "tl.sqrt", "relu_squared_mlp differs"),
+    "a transposed index": (
+        "norm_rotate_kernel", "(part * H + h).to(tl.int64) * T + t", "t * (2 * H) + part * H + h",
+        "norm_and_rotate_qk differs",
+    ),
+}  # fmt: skip
 
 
 @needs_triton
 @pytest.mark.slow
-def test_model_of_kernels_is_the_model_of_references(interpreted) -> None:
-    interpreted(checks.check_model)
+@pytest.mark.parametrize("what", BROKEN)
+def test_self_check_names_a_broken_kernel(interpreted, tmp_path: Path, what: str) -> None:
+    interpreted(checks.check_broken_kernel, *BROKEN[what], tmp_path)
 
 
 # FP8, transposes
