@@ -132,7 +132,7 @@ class Hyperparameters:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, with what to do, if these settings or the tables cannot run."""
-        checks.check_layers(LAYERS)
+        checks.check_layers(LAYERS, MUDD_SOURCES, MUDD[1])
         checks.check_stages(STAGES, EXTENSION, FINAL_VALIDATION)
         checks.check_settings(self, [stage.batch for stage in (*STAGES, EXTENSION)], world_size)
 
@@ -1197,8 +1197,7 @@ class ShardedParameters:
 
 
 class NorMuonAndAdam(ShardedParameters):
-    """NorMuon for banks of matrices, Adam for everything else, sharded over the ranks. No parameter
-    groups, no backward hooks.
+    """NorMuon for banks of matrices, Adam for everything else, sharded over the ranks, without hooks.
 
     A step has three phases:
       1. launch every gradient reduction, asynchronously, in scatter_order; a tied parameter's
@@ -1210,11 +1209,15 @@ class NorMuonAndAdam(ShardedParameters):
     own state stays at zero. `split_tied` ends weight tying.
     """
 
-    def __init__(self, named_parameters: Iterable, param_table: dict, *orders: Iterable[str]):
-        """named_parameters: (label, parameter) pairs, on their device. orders: scatter_order, work_order.
-        Raises ValueError if table or orders do not name each parameter once, or if one cannot be sharded."""
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], param_table: dict[str, ParamConfig],
+        scatter_order: Iterable[str], work_order: Iterable[str],
+    ):  # fmt: skip
+        """named_parameters: (label, parameter) pairs, on their device. Raises ValueError if table or
+        orders do not name each parameter once, or if a parameter cannot be sharded."""
         params = dict(named_parameters)
-        self.scatter_order, self.work_order = map(tuple, orders)
+        self.scatter_order = tuple(scatter_order)
+        self.work_order = tuple(work_order)
         checks.check_optimizer(params, param_table, self.scatter_order, self.work_order)
         super().__init__(params, param_table)
         self.tied = True  # until split_tied
@@ -1345,8 +1348,7 @@ class StepSchedule(NamedTuple):
 
 
 def make_plan(h: Hyperparameters) -> list[StepSchedule]:
-    """The schedule of every step, and of the final validation as the last entry. Built once per run:
-    loader, warm-up, loop, optimizer and checkpoints read it."""
+    """The schedule of every step and, as the last entry, of the final validation. Built once a run."""
     return [step_schedule(step, h) for step in range(h.total_iterations + 1)]
 
 
@@ -1393,20 +1395,18 @@ def lr_multiplier(step: int, stage: Stage, scheduled: int) -> float:
         return LR_FLOOR
     if step <= decay_from:  # constant within a stage
         return stage.lr
-    # The cooldown: linear, while the stages go on.
     weight = (scheduled - step) / (scheduled - decay_from)
     return stage.lr * weight + LR_FLOOR * (1 - weight)
 
 
 def muon_momentum(step: int, h: Hyperparameters) -> float:
-    """Rises over the first steps and falls over the last; where both overlap, it rises."""
+    """Rises over the first steps; falls over the last, to follow new gradients. A rise goes first."""
     cooldown_from = h.total_iterations - h.momentum_cooldown
     rise = MOMENTUM_HIGH - MOMENTUM_LOW
     if step < h.momentum_warmup:
         return MOMENTUM_LOW + rise * step / h.momentum_warmup
     if step <= cooldown_from:
         return MOMENTUM_HIGH
-    # The last steps follow the newest gradients.
     return MOMENTUM_HIGH - rise * (step - cooldown_from) / h.momentum_cooldown
 
 

@@ -74,16 +74,22 @@ def check_model_sizes(num_heads: int, head_dim: int, model_dim: int) -> None:
 # Tables
 
 
-def check_layers(layers: Iterable[Any]) -> None:
-    """Raise ValueError, naming the layer, for columns of LAYERS that the model would ignore."""
+def check_layers(layers: Iterable[Any], mixed: Iterable[str], read: Iterable[str]) -> None:
+    """Raise ValueError, naming the layer, for columns of LAYERS that the model would ignore, or that
+    read what is not kept. mixed: what a layer with mudd reads; read: what the last layer's output is
+    mixed with."""
+    kept = {"", "c0", "value_embed"}
     has_attention = False  # the layer before has it
     needs_attention = ("value_gate", "paired", "key_offset", "same_input", "mudd")
     for i, layer in enumerate(layers):
         fault = ""
+        missing = {layer.add, *(mixed if layer.mudd else ())} - kept
         if layer.index != i:
             fault = f"its index is {layer.index}"
         elif layer.window not in ("", "short", "long"):
             fault = f"no window {layer.window!r}"
+        elif missing:
+            fault = f"no earlier layer keeps {', '.join(sorted(missing))}"
         elif not layer.window and any(getattr(layer, column) for column in needs_attention):
             fault = f"{', '.join(needs_attention)} need attention, so a window"
         elif layer.same_input and not has_attention:
@@ -92,7 +98,10 @@ def check_layers(layers: Iterable[Any]) -> None:
             fault = "mudd has value gates of its own: no value_gate"
         if fault:
             raise ValueError(f"LAYERS, layer {i}: {fault}")
+        kept.add(layer.keep)
         has_attention = bool(layer.window)
+    if missing := set(read) - kept:
+        raise ValueError(f"LAYERS: no layer keeps {', '.join(sorted(missing))}, which MUDD reads")
 
 
 def check_stages(stages: tuple, extension: Any, final: Any) -> None:
@@ -142,15 +151,15 @@ def check_saved(manager: Any) -> None:
     saved = [*tensors_of(manager.extra_state())]
     for name, value in vars(manager).items():
         for x in tensors_of(value):
-            held = f"a torch.optim.{type(x).__name__}"
+            fault = f"is a torch.optim.{type(x).__name__}: make it a row of PARAM_TABLE"
             if isinstance(x, Tensor):
                 place = x.untyped_storage().data_ptr()
                 if place in in_place or any(torch.equal(x.to(y), y) for y in saved):
                     continue
-                held = f"a tensor {tuple(x.shape)}"
+                fault = f"holds a tensor {tuple(x.shape)}: add it to extra_state, load_extra_state"
             raise ValueError(
-                f"{type(manager).__name__}.{name} holds {held} that is not in checkpoints: add it to "
-                f"extra_state and load_extra_state, or use --save_every=0 --save_minutes=0"
+                f"{type(manager).__name__}.{name} {fault}, as checkpoints do not have it, or use "
+                f"--save_every=0 --save_minutes=0"
             )
 
 

@@ -2,8 +2,8 @@
 
     [RANKS=1] python runtime/launch.py [script.py] [--option=value …]     # as ./run.sh does
 
-One rank for each GPU, or two on the CPU: plain processes, which find each other on the loopback. PyTorch's
-launcher has one limit for ranks to end, after a signal (a save takes minutes) and a death (seconds).
+One rank for each GPU, or two on the CPU: plain processes that meet on the loopback. After a signal they
+have minutes for a checkpoint, after another rank's death seconds: PyTorch's launcher has one limit.
 """
 
 import ctypes

@@ -13,8 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Settings that say what is written and where: they do not make another run.
 OUTPUT_SETTINGS = frozenset(
-    {"log_dir", "run_id", "save_every", "save_minutes", "keep_checkpoints", "resume"}
-    | {"sample_tokens"}
+    "log_dir run_id save_every save_minutes keep_checkpoints resume sample_tokens".split()
 )
 # The tokens are compared, and another card may need other kernels.
 MAY_CHANGE_ON_RESUME = OUTPUT_SETTINGS | {"data", "flash_attention", "self_check"}
@@ -22,11 +21,7 @@ OF_THE_COMMAND = frozenset({"log_dir", "run_id", "resume"})  # say which checkpo
 
 
 def setting(
-    default: Any,
-    meaning: str,
-    least: float = 1,
-    choices: tuple[Any, ...] = (),
-    path: bool = False,
+    default: Any, meaning: str, least: float = 1, choices: tuple = (), path: bool = False
 ) -> Any:
     """A field of a settings dataclass. least: smallest value of an int; a float must be above 0,
     or at least `least` if that is 0 or less. path: the default is relative to the project."""
@@ -84,10 +79,7 @@ def _boolean(text: str) -> bool:
 
 
 def parse_options(
-    settings: type,
-    presets: dict[str, dict],
-    argv: list[str] | None = None,
-    saved: dict[str, Any] | None = None,
+    settings: type, presets: dict, argv: list[str] | None = None, saved: dict | None = None
 ) -> Any:
     """The settings of a preset, changed by --name=value. Without --preset: the first one on a GPU,
     else the last. A bad option ends the process with code 2, a bad value raises ValueError later.

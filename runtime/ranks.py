@@ -1,6 +1,5 @@
 """The ranks of a run: how they join, agree on errors, and how their processes end. Each is a process with
-torchrun's environment variables, started by runtime/launch.py or torchrun; a script without is one rank.
-"""
+torchrun's environment variables, started by runtime/launch.py or torchrun; a script without is one rank."""
 
 import os
 import re

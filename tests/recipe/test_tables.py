@@ -238,6 +238,9 @@ def stages_with(i: int, **changes: Any) -> tuple:
 # fmt: off
 MISTAKES = {
     "column": ("LAYERS", layers_with(4, window="shrot"), "layer 4: no window 'shrot'"),
+    "order of layers": ("LAYERS", layers_with(2, add="c3"), "layer 2: no earlier layer keeps c3"),
+    "read by mudd": ("LAYERS", layers_with(7, keep=""), "layer 10: no earlier layer keeps c7"),
+    "read elsewhere": ("LAYERS", layers_with(9, keep=""), "no layer keeps c9, which MUDD reads"),
     "columns together": ("LAYERS", layers_with(6, value_gate=True), "layer 6: .* need attention"),
     "lengths": ("STAGES", stages_with(2, mtp_last=(1,)), "stage 2: mtp_first and mtp_last must"),
     "order of stages": ("STAGES", stages_with(2, until=0.2), "until must rise to 1"),
