@@ -67,7 +67,7 @@ def main() -> None:
     their_wall, said = timed([sys.executable, *NANOGPT], nanogpt)
     logs = ROOT / "logs/beside_nanogpt"
     logs.mkdir(parents=True, exist_ok=True)
-    (logs / "nanogpt.txt").write_text(said)
+    (logs / "nanogpt.out").write_text(said)
     target = float(re.findall(r"val loss ([\d.]+)", said)[-1])
     ms = [float(x) for x in re.findall(r"^iter \d+: .*time ([\d.]+)ms", said, re.M)]
     typical = statistics.median(ms)  # the two that evaluate take more than 20 times that
