@@ -84,7 +84,7 @@ class Hyperparameters:
     fp8_head: bool = setting(True, "FP8 matmuls in the LM head (compute capability 8.9 or later)")
     fp8_mlp: bool = setting(True, "FP8 up-projections in the MLPs, in the forward pass of training")
     compile: bool = setting(True, "torch.compile the model")
-    flash_attention: int = setting(4, "in training; 4: on Hopper, if its package is there", choices=(4, 2))
+    flash_attention: int = setting(4, "in training: 4 or 2; 4 needs Hopper and its package", choices=(4, 2))
     self_check: bool = setting(True, "compare the kernels with PyTorch before training, on a GPU")
     seed: int = setting(0, "of the initial weights", least=0)
     # Schedule

@@ -9,7 +9,7 @@ from torch.linalg import vector_norm
 
 from runtime.ranks import RunError
 
-TOKENS = 16_384  # of a micro-batch, at most: they take references 18 to 21 GB, beside the weights
+TOKENS = 8192  # of a micro-batch, at most: they take references 9 to 11 GB, beside the weights
 # What rounding may change, relative, by norm. Loss: one rounding to bf16. Gradients: on both sides 256
 # in a row, which add up like their root; with FP8 one to e5m2 besides. The model as compiled for a CPU,
 # at the record's widths, is 3.1 and 4.4 % off.
