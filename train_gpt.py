@@ -1400,7 +1400,7 @@ def lr_multiplier(step: int, stage: Stage, scheduled: int) -> float:
 
 
 def muon_momentum(step: int, h: Hyperparameters) -> float:
-    """Rises over the first steps; falls over the last, to follow new gradients. A rise goes first."""
+    """Rises over the first steps and falls over the last; where both overlap, it rises."""
     cooldown_from = h.total_iterations - h.momentum_cooldown
     rise = MOMENTUM_HIGH - MOMENTUM_LOW
     if step < h.momentum_warmup:
@@ -1613,7 +1613,7 @@ def prepare(run: Run) -> TrainingManager:
         # A graph for each batch size and mode, on a CPU for each window; an update for each shape.
         torch._dynamo.config.recompile_limit = 64
 
-    # None of its gradients reaches the run, which has a manager of its own and uses what it compiles.
+    # For the warm-up alone: none of its gradients reaches the run's own manager, built below.
     manager = ranks.on_all_ranks(build, h, ranks, data.longest, prefixes)
     run.open(manager, data.shards, [arithmetic])
     run.announce(manager)

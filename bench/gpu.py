@@ -672,10 +672,6 @@ PLANS = {
         TABLES: ("ab", f"tables' gradients in place, {STEP}", "−9 / −9 / −8"),
     }),
 }  # fmt: skip
-# What another program may have left in the environment, and would change what a section does.
-FOREIGN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-FOREIGN |= {"BANKRUN_LAUNCHER_PID", "SCRIPT", "PYTEST_ADDOPTS", "TORCH_LOGS"}
-FOREIGN |= {"CUDA_LAUNCH_BLOCKING", "TRITON_INTERPRET"}
 CHILD = [sys.executable, __file__]
 
 
@@ -686,8 +682,7 @@ def in_process(section: str, bench: Bench, until: float) -> dict[str, Any]:
     folder.mkdir()
     command = [*CHILD, f"--section={section}", f"--output={folder}", f"--until={until}"]
     command += [f"--name={bench.report.name}", *(f"--variant={x}" for x in bench.variants)]
-    environ = {name: x for name, x in os.environ.items() if name not in FOREIGN}
-    environ["PYTHONUNBUFFERED"] = "1"
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if bench.dry:
         command.append("--dry-run")
         if section in ("loss", "speed", "prefetch"):
@@ -775,17 +770,6 @@ def write_report(bench: Bench, results: dict[str, dict], predicted: dict[str, tu
     bench.report.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def cache_folder() -> Path:
-    """~/.cache/bankrun, or a folder beside temporary files where that cannot be written."""
-    for parent in (os.path.expanduser("~/.cache"), tempfile.gettempdir()):
-        with suppress(OSError):
-            folder = Path(parent, "bankrun")
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-            break
-    return folder
-
-
 def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -816,7 +800,7 @@ def main(argv: list[str] | None = None) -> int:
         name += time.strftime("-%H%M%S")
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bankrun-gpu-") as scratch:
-        cache = Path(scratch) if args.dry_run else cache_folder()
+        cache = Path(scratch) if args.dry_run else Path.home() / ".cache/bankrun"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/inductor")
         os.environ.setdefault("TRITON_CACHE_DIR", f"{cache}/triton")
         places = Path(scratch), cache, args.output.resolve() / name

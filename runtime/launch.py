@@ -3,7 +3,7 @@
     [RANKS=1] python runtime/launch.py [script.py] [--option=value …]     # as ./run.sh does
 
 One rank for each GPU, or two on the CPU: plain processes that meet on the loopback. After a signal they
-have minutes for a checkpoint, after another rank's death seconds: PyTorch's launcher has one limit.
+have minutes for a checkpoint, after a rank's death seconds: PyTorch's launcher has one limit for both.
 """
 
 import ctypes

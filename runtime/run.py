@@ -131,12 +131,13 @@ class Run:
 
     In a with block, all ranks call: open, announce, timed_warm_up, restore, read_ahead; then in each
     step must_pause, save_or_stop, send_loss, check_loss, log_step; at the end finish. settings: a
-    dataclass with those that are read here; run_id is filled in. plan: NamedTuples with batch_tokens, of
-    each step and of the last validation. The manager is what runtime/checkpoints.py needs."""
+    dataclass with the fields read below; an empty run_id is filled in. plan: NamedTuples with
+    batch_tokens, of each step and of the last validation. manager: see runtime/checkpoints.py."""
 
     def __init__(
-        self, settings, plan: list, ranks: Ranks, signals: Signals, sources: Sources, resumed=None
-    ):
+        self, settings: Any, plan: list, ranks: Ranks, signals: Signals, sources: Sources,
+        resumed: Checkpoint | None = None,
+    ):  # fmt: skip
         self.settings = settings
         self.plan = plan
         self.last_step = len(plan) - 1
@@ -147,7 +148,7 @@ class Run:
         self.sources = sources
         self.clock = Clock(ranks.device)
         self.saves = settings.save_every > 0 or settings.save_minutes > 0
-        self.resumed: Checkpoint | None = resumed
+        self.resumed = resumed
         saved = resumed.content if resumed else {"step": 0, "seconds": 0.0}
         self.first_step = self.saved_step = saved["step"]
         self.clock.before = saved["seconds"]
@@ -469,8 +470,8 @@ class Run:
     def finish(
         self, val_loss: float, matrices: tuple[Tensor, ...], sample: Callable[[], str]
     ) -> None:
-        """The log's last lines: sources imported late, a sample, figures. val_loss: the last one, in nats;
-        matrices: those that multiply each token. Raises RunError if log or last checkpoint are lost."""
+        """The log's last lines: late imports, peak memory, sample, figures. val_loss: the last one, nats.
+        matrices: those that multiply each token. Raises RunError if log or last checkpoint is lost."""
         self.signals.in_training = False
         for name, text in self.sources.imported().items():
             if name not in self.logged:

@@ -18,7 +18,6 @@ LOSS, BF16, FP8 = 2.0**-8, 512**0.5 * 2.0**-8, (512 * 2.0**-16 + 2.0**-6) ** 0.5
 
 def self_check(run: Any, manager: Any, batch: Any, tk: Any) -> None:
     """Log how far a micro-batch's loss and gradients are off. Discard the manager: its weights change.
-
     batch: on the device; tk: the module triton_kernels. Where FlashAttention 4 is off, 2 has its turn.
     Raises AgreedError, with the name of what is off."""
     now = run.plan[run.first_step]
